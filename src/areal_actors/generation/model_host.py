@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from pathlib import Path
+from typing import Protocol
 
 import anyio
 from anyio import to_thread
@@ -37,7 +38,6 @@ from areal_actors.messages import (
     Sessions,
     UseModel,
 )
-from areal_actors.models import Catalogue
 
 _log = get_logger(__name__)
 
@@ -60,6 +60,18 @@ class ModelStack:
 
     sessions: Ref[Sessions]
     token_bytes: Callable[..., Sequence[bytes]]
+
+
+class ModelCatalogue(Protocol):
+    """Finds trained models by their names, as ``models.Catalogue`` does on a disk. Both methods may block."""
+
+    def get(self, name: str) -> TrainedModel | None:
+        """Return the model ``experiment/trial``, or ``None``."""
+        ...
+
+    def list(self) -> tuple[TrainedModel, ...]:
+        """Return all models, sorted by name."""
+        ...
 
 
 OpenModel = Callable[[TrainedModel], AbstractAsyncContextManager[ModelStack]]
@@ -93,7 +105,7 @@ class ModelHost(Actor[Models]):
 
     def __init__(
         self,
-        catalogue: Catalogue,
+        catalogue: ModelCatalogue,
         open_model: OpenModel,
         *,
         config: ModelsConfig | None = None,

@@ -12,7 +12,7 @@ import logging
 import socket
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import anyio
 import uvicorn
@@ -25,7 +25,6 @@ from uvicorn.server import ServerState
 from areal_actors.errors import ConfigError
 from areal_actors.kernel.remote.sockets import is_loopback
 from areal_actors.proxy.config import HttpServer, ProxyConfig
-from areal_actors.proxy.exchange import Traffic
 from areal_actors.proxy.limits import MAX_HEAD_BYTES, SERVER_LOG, LimitedProtocol, reading_bodies
 
 _BACKLOG = 4096
@@ -235,10 +234,18 @@ def _create_hypercorn_config(idle_seconds: float | None) -> HypercornConfig:
     return config
 
 
+class Drains(Protocol):
+    """The requests in flight of an application, as ``Traffic`` counts them."""
+
+    async def drain(self, *, seconds: float) -> None:
+        """Refuse or end requests, so that those in flight are over after about ``seconds``."""
+        ...
+
+
 async def serve_until_cancelled(
     app: ASGIApp,
     listener: socket.socket,
-    traffic: Traffic,
+    traffic: Drains,
     *,
     drain_seconds: float,
     server: HttpServer = HttpServer.UVICORN,

@@ -42,6 +42,8 @@ ALPHA = 32
 """Tinker's scale of an adapter, whatever its rank."""
 MAX_ADAPTERS = 256
 _MOMENTS = "optimizer.safetensors"
+_PARTS = ("exp_avg", "exp_avg_sq")
+"""The moments, as torch's AdamW calls them."""
 _DESCRIPTION = "tinker.json"
 _PREFIX = "base_model.model."
 
@@ -73,8 +75,19 @@ class _Adapter:
     settings: AdapterSettings
     parameters: dict[str, torch.nn.Parameter]
     """The factors by peft's names for files, such as ``…q_proj.lora_A.weight``."""
-    moments: dict[str, tuple[Tensor, Tensor]] = field(factory=dict)
-    num_steps: int = 0
+    optimizer: torch.optim.AdamW = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.reset_optimizer()
+
+    def reset_optimizer(self) -> None:
+        """Forget the moments; each step brings settings of its own."""
+        self.optimizer = torch.optim.AdamW(self.parameters.values())
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps the moments have seen."""
+        return max((int(state["step"]) for state in self.optimizer.state.values()), default=0)
 
 
 class AdapterBank:
@@ -294,25 +307,24 @@ class AdapterBank:
         not finite: weights and moments are then unchanged, and the gradients forgotten.
         """
         adapter = self._find(name)
-        gradients = {key: p.grad for key, p in adapter.parameters.items() if p.grad is not None}
-        for parameter in adapter.parameters.values():
-            parameter.grad = None
-        norm = torch.nn.utils.get_total_norm(gradients.values()) if gradients else torch.zeros(())
-        if not torch.isfinite(norm):
-            raise TrainingDiverged(f"The gradient has the norm {float(norm)}; the weights were not changed.")
-        scale = min(1.0, settings.grad_clip_norm / (float(norm) + 1e-6)) if settings.grad_clip_norm > 0 else 1.0
-        adapter.num_steps += 1
-        with torch.no_grad():
-            for key, parameter in adapter.parameters.items():
-                gradient = gradients.get(key, torch.zeros_like(parameter)) * scale
-                first, second = adapter.moments.get(key) or (torch.zeros_like(parameter), torch.zeros_like(parameter))
-                first.lerp_(gradient, 1 - settings.beta1)
-                second.mul_(settings.beta2).addcmul_(gradient, gradient, value=1 - settings.beta2)
-                adapter.moments[key] = (first, second)
-                parameter.mul_(1 - settings.learning_rate * settings.weight_decay)
-                bias = math.sqrt(1 - settings.beta2**adapter.num_steps)
-                rate = settings.learning_rate / (1 - settings.beta1**adapter.num_steps)
-                parameter.addcdiv_(first, second.sqrt().div_(bias).add_(settings.eps), value=-rate)
+        parameters = list(adapter.parameters.values())
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        try:
+            limit = settings.grad_clip_norm if settings.grad_clip_norm > 0 else math.inf
+            norm = torch.nn.utils.clip_grad_norm_(parameters, limit)
+            if not torch.isfinite(norm):
+                raise TrainingDiverged(f"The gradient has the norm {float(norm)}; the weights were not changed.")
+            adapter.optimizer.param_groups[0].update(
+                lr=settings.learning_rate,
+                betas=(settings.beta1, settings.beta2),
+                eps=settings.eps,
+                weight_decay=settings.weight_decay,
+            )
+            adapter.optimizer.step()
+        finally:
+            adapter.optimizer.zero_grad()
         return {"grad_norm": float(norm), "unclipped_grad_l2:mean": float(norm)}
 
     # --------------------------------------------------------------------------------------------------- prompts
@@ -402,9 +414,10 @@ class AdapterBank:
         write_adapter(directory, tensors, documents)
         if has_moments:
             moments = {
-                f"{part}/{key}": pair[index].cpu()
-                for key, pair in adapter.moments.items()
-                for index, part in enumerate(("first", "second"))
+                f"{part}/{key}": adapter.optimizer.state[parameter][part].cpu()
+                for key, parameter in adapter.parameters.items()
+                if parameter in adapter.optimizer.state
+                for part in _PARTS
             }
             write_tensors(directory / _MOMENTS, moments)
 
@@ -417,19 +430,17 @@ class AdapterBank:
 
         adapter = self._find(name)
         self._copy(adapter, load_adapter_tensors(directory), directory)
-        adapter.moments, adapter.num_steps = {}, 0
+        adapter.reset_optimizer()
         if not has_moments:
             return
         num_steps = _read(directory)["num_steps"]
         if num_steps is None or not (directory / _MOMENTS).is_file():
             raise CheckpointError(f"{directory} has no state of an optimiser; load the weights alone.")
         stored = load_file(directory / _MOMENTS)
-        adapter.moments = {
-            key: (stored[f"first/{key}"], stored[f"second/{key}"])
-            for key in adapter.parameters
-            if f"first/{key}" in stored
-        }
-        adapter.num_steps = num_steps
+        for key, parameter in adapter.parameters.items():
+            if f"{_PARTS[0]}/{key}" in stored:
+                moments = {part: stored[f"{part}/{key}"] for part in _PARTS}
+                adapter.optimizer.state[parameter] = {"step": torch.tensor(float(num_steps)), **moments}
 
     def _copy(self, adapter: _Adapter, tensors: Mapping[str, Tensor], directory: Path) -> None:
         own = adapter.parameters

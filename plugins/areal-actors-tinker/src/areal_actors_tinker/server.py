@@ -7,15 +7,15 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol
+from typing import Any
 
 import anyio
 from anyio import to_thread
 from attrs import frozen
 
 from areal_actors.errors import ConfigError
-from areal_actors.generation import Engine
 from areal_actors.generation.model_host import ModelHost, ModelsConfig
+from areal_actors.generation.torch import TorchEngine
 from areal_actors.kernel import ActorSystem
 from areal_actors.kernel.remote.sockets import is_loopback
 from areal_actors.lib.telemetry import quiet_transformers
@@ -43,14 +43,6 @@ class TinkerServer:
     """Base URL of OpenAI's and Anthropic's protocols; ``model`` names a checkpoint as ``<run>/<name>``."""
     admin_key: str
     service: TinkerService
-
-
-class Announce(Protocol):
-    """A function that tells people where a server listens."""
-
-    def __call__(self, text: str, /) -> object:
-        """Write a line."""
-        ...
 
 
 def check_access(config: TinkerConfig) -> None:
@@ -92,7 +84,7 @@ async def open_server(
             ActorSystem.open() as system,
             anyio.create_task_group() as tasks,
         ):
-            assert not hasattr(engine, "engines"), "an embedded engine is one"
+            assert isinstance(engine, TorchEngine), "the configuration is that of an embedded engine"
             bank = await thread.run(load)
             generation = await spawn_generation(system, engine)
             service = TinkerService(
@@ -101,15 +93,14 @@ async def open_server(
                 thread=thread,
                 renderer=renderer,
                 base=generation,
-                info=_embedded(engine).info,
+                info=engine.info,
                 directory=files.path,
                 futures=Futures(tasks),
                 wall_clock=wall_clock,
             )
             await to_thread.run_sync(service.store.sweep)
             models = ModelsConfig(fileroot=config.fileroot, max_loaded=config.max_samplers)
-            catalogue: Any = service  # it finds models as a ``Catalogue`` does
-            host = ModelHost(catalogue, service.open_sampler, config=models)
+            host = ModelHost(service, service.open_sampler, config=models)
             service.host = await system.spawn(host, name="models")
             inference = InferenceConfig()
             actors = await spawn_session_actors(system, inference, renderer=renderer, generation=generation)
@@ -124,8 +115,7 @@ async def open_server(
             )
             endpoint = await (await system.spawn(proxy, name="proxy")).ask(DescribeEndpoint())
             tasks.start_soon(service.end_silent_sessions)
-            polls: Any = service.futures  # which drain as the requests of a proxy do
-            serve = partial(serve_until_cancelled, create_app(service), listener, polls, drain_seconds=0.0)
+            serve = partial(serve_until_cancelled, create_app(service), listener, service.futures, drain_seconds=0.0)
             tasks.start_soon(serve)
             yield TinkerServer(
                 url=url_of(listener), agent_url=f"{endpoint.url}/v1", admin_key=endpoint.admin_key, service=service
@@ -136,11 +126,7 @@ async def open_server(
         listener.close()
 
 
-def _embedded(engine: object) -> Engine:
-    return engine  # type: ignore[return-value] # open_engine returns a set for servers only
-
-
-async def run_server(config: TinkerConfig, announce: Announce) -> None:
+async def run_server(config: TinkerConfig, announce: Callable[[str], object]) -> None:
     """Serve until cancelled."""
     async with open_server(config) as server:
         announce(f"export TINKER_BASE_URL={server.url} TINKER_API_KEY=tml-local")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import tarfile
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -370,6 +371,23 @@ def families(session: nox.Session) -> None:
     install(session, "test", "lora")
     environment = ENVIRONMENT | {"PYTHONPATH": str(Path.cwd()), "HF_HUB_OFFLINE": "1"}
     session.run("python", "-m", "tools.families", *session.posargs, env=environment)
+
+
+@nox.session
+def formats(session: nox.Session) -> None:
+    """Compare prompts and answers with vendors' chat templates and with the package renderers (two minutes)."""
+    install(session, "test")
+    session.install(*CONSTRAINTS, "renderers")
+    # llama.cpp tests with the vendors' own templates; nothing is built.
+    archives = session.create_tmp()
+    download = ("pip", "download", "-q", "--no-deps", "--no-binary", ":all:", "-d", archives, "llama-cpp-python")
+    session.run("python", "-m", *download)
+    for archive in Path(archives).glob("*.tar.gz"):
+        with tarfile.open(archive) as opened:
+            opened.extractall(archives, [m for m in opened if m.name.endswith(".jinja")], filter="data")
+    page = [] if session.posargs else ["--page", "docs/results/chat_formats.md"]
+    environment = ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())}
+    session.run("python", "-m", "tools.formats", archives, *session.posargs, *page, env=environment)
 
 
 @nox.session

@@ -23,7 +23,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from enum import StrEnum
+from itertools import takewhile
 
 from attrs import Factory, evolve, field, frozen
 
@@ -230,26 +232,29 @@ def _find_closing_tokens(vocabulary: Vocabulary, stop_token_ids: tuple[int, ...]
     return re.compile("|".join(map(re.escape, texts)))
 
 
-def find_end_of_turn(formatter: PromptFormatter, vocabulary: Vocabulary) -> int | None:
+def find_end_of_turn(formatter: PromptFormatter, vocabulary: Vocabulary, *, ends: AbstractSet[int]) -> int | None:
     """Return the special token that the template puts after an answer, whatever follows; ``None`` if there is none.
 
-    A token that opens the next turn does not count: it is absent if nothing follows.
+    A token that opens the next turn does not count: it is absent if nothing follows. Of several, the first of ``ends``
+    counts, which end the model's answers: a token that ends the text alone may be followed by calls.
     """
-    alone = _first_special(formatter, vocabulary, [_QUESTION, _ANSWER], has_generation_prompt=False)
-    followed = _first_special(formatter, vocabulary, [_QUESTION, _ANSWER, _QUESTION], has_generation_prompt=True)
-    return alone if alone == followed else None
+    alone = _specials_after(formatter, vocabulary, [_QUESTION, _ANSWER], has_generation_prompt=False)
+    followed = _specials_after(formatter, vocabulary, [_QUESTION, _ANSWER, _QUESTION], has_generation_prompt=True)
+    both = [first for first, _ in takewhile(lambda pair: pair[0] == pair[1], zip(alone, followed, strict=False))]
+    return next((token_id for token_id in both if token_id in ends), both[0] if both else None)
 
 
-def _first_special(
+def _specials_after(
     formatter: PromptFormatter, vocabulary: Vocabulary, messages: Sequence[ChatMessage], *, has_generation_prompt: bool
-) -> int | None:
+) -> list[int]:
+    """Return the special tokens that directly follow the marked answer."""
     try:
         text = formatter.format(messages, options={}, has_generation_prompt=has_generation_prompt)
     except RenderError:
-        return None
+        return []
     _, found, behind = text.partition(_MARK)
     ids = vocabulary.encode(behind.lstrip()) if found else []
-    return ids[0] if ids and ids[0] in vocabulary.special else None
+    return [*takewhile(vocabulary.special.__contains__, ids)]
 
 
 _MAX_OPENING = 3

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 
 from areal_actors.domain import ChatMessage, Tool, ToolCall
 from areal_actors.errors import ModelError, RenderError
+from areal_actors.lib.telemetry import get_logger
 from areal_actors.rendering.extension import SuffixRenderer, find_end_of_turn
 from areal_actors.rendering.formats.base import ToolFormat
 from areal_actors.rendering.parsers import REASONING_FORMATS, TOOL_FORMATS, choose_format
@@ -30,6 +31,8 @@ from areal_actors.rendering.template import (
     to_plain_tool,
 )
 from areal_actors.rendering.tokens import Vocabulary
+
+_log = get_logger(__name__)
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken
@@ -158,8 +161,11 @@ def create_renderer(
     # With ``auto``, an unrecognised template that does not support tools gets the first known format.
     if config.tool_format == "auto" and not adaptation.has_tools:
         tool_format = stand_in
+    elif config.tool_format == "auto" and tool_format is None:
+        _log.warning("tool_format_unknown", hint="Calls of this model stay text; name a format as tool_format.")
     formatter = PromptFormatter(template=template, adaptation=adaptation, vocabulary=vocabulary)
-    end_of_turn = find_end_of_turn(formatter, vocabulary)
+    known_ends = {each for each in (tokenizer.eos_token_id, *stop_token_ids) if isinstance(each, int)}
+    end_of_turn = find_end_of_turn(formatter, vocabulary, ends=known_ends)
     reasoning_format = choose_format(
         config.reasoning_format, REASONING_FORMATS, template=template.source, path="reasoning_format"
     )

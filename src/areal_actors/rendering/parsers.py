@@ -26,16 +26,21 @@ from areal_actors.errors import ConfigError
 from areal_actors.rendering.formats.base import AnswerParser, Format, ReasoningFormat, ToolFormat
 from areal_actors.rendering.formats.harmony import HARMONY_CALLS, HarmonyChannels
 from areal_actors.rendering.formats.json_families import (
+    APRIEL,
+    COMMAND,
     DEEPSEEK_V3,
     DEEPSEEK_V3_1,
+    GRANITE,
     HERMES,
+    KIMI_K2,
     LLAMA_JSON,
     MISTRAL,
     MISTRAL_ARGS,
+    NEMOTRON_2,
 )
-from areal_actors.rendering.formats.pythonic import Pythonic
+from areal_actors.rendering.formats.pythonic import Gemma, Pythonic
 from areal_actors.rendering.formats.reading import num_held_back
-from areal_actors.rendering.formats.tagged import GLM, QWEN_CODER
+from areal_actors.rendering.formats.tagged import DEEPSEEK_V3_2, DEEPSEEK_V4, GLM, MINIMAX, QWEN_CODER, SEED
 from areal_actors.rendering.formats.think import ThinkTags
 from areal_actors.rendering.tokens import Detokenizer, as_list
 
@@ -62,7 +67,17 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "mistral-args": MISTRAL_ARGS,
     "deepseek-v3": DEEPSEEK_V3,
     "deepseek-v3.1": DEEPSEEK_V3_1,
+    "deepseek-v3.2": DEEPSEEK_V3_2,
+    "deepseek-v4": DEEPSEEK_V4,
     "harmony": HARMONY_CALLS,
+    "gemma": Gemma(),
+    "kimi-k2": KIMI_K2,
+    "minimax-m2": MINIMAX,
+    "seed": SEED,
+    "command": COMMAND,
+    "granite": GRANITE,
+    "nemotron-2": NEMOTRON_2,
+    "apriel": APRIEL,
 }
 """Tool formats by name. The first one is used for models whose template does not support tools."""
 
@@ -70,6 +85,15 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     "harmony": HarmonyChannels(),
     "think": ThinkTags(),
     "mistral-think": ThinkTags(markers=("[THINK]", "[/THINK]"), signs=("[/THINK]",)),
+    "seed-think": ThinkTags(markers=("<seed:think>", "</seed:think>"), signs=("</seed:think>",)),
+    "command-think": ThinkTags(markers=("<|START_THINKING|>", "<|END_THINKING|>"), signs=("<|START_THINKING|>",)),
+    # A call ends the answer with the token that begins its result.
+    "gemma-think": ThinkTags(
+        markers=("<|channel>", "<channel|>"),
+        channel="thought",
+        signs=("<|channel>thought",),
+        stops=("<|tool_response>",),
+    ),
 }
 """Reasoning formats by name."""
 

@@ -132,13 +132,19 @@ class Renderer:
         They end with the end of the turn. The answer is tokenised apart from its prompt, as sampling separates them.
 
         Raises:
-            RenderError: the template refuses the conversation, or does not write the answer after its own prompt.
+            RenderError: the template refuses the conversation, does not write the answer after its own prompt, or
+                writes it as several turns.
         """
         options = template_kwargs or _NO_OPTIONS
         prompt = self.formatter.format(messages, tools=tools, options=options)
         whole = self.formatter.format([*messages, answer], tools=tools, options=options, has_generation_prompt=False)
         text = self._find_answer(prompt, whole, answer)
         ids = self._until_end(text)
+        rest = self.vocabulary.encode(text)[len(ids) :] if ids is not None else []
+        if self.vocabulary.decode([each for each in rest if each not in self.vocabulary.special]).strip():
+            raise RenderError(
+                "The chat template writes this answer as several turns; leave out its text, or all calls but one."
+            )
         if ids is None:
             # Some families end a turn with the role of the next one, which only another message shows.
             calls = answer.tool_calls

@@ -165,7 +165,9 @@ def guard_all(value: Any, guard: Guard) -> Any:
 
 
 _SYSTEM_ROLES = ("system", "developer")
-_SHORT_ID = re.compile("([a-zA-Z0-9]{9})(?:__[0-9a-f]{8})?")
+_SHORT_ID = re.compile("[a-zA-Z0-9]{9}")
+_ISSUED_ID = re.compile("(.+)__[0-9a-f]{8}", re.DOTALL)
+"""An id that a model wrote again, made unique by ``ConversationTree.issue_call_id``; templates show what it wrote."""
 _ALPHABET = string.digits + string.ascii_letters
 
 
@@ -281,19 +283,24 @@ class Adaptation:
 
     def _adapt_call(self, message: ChatMessage) -> ChatMessage:
         """Return a message whose call ids and arguments have a form that the template accepts."""
-        if not self.has_long_ids and message.role == "tool":
-            message = evolve(message, tool_call_id=_shorten_id(message.tool_call_id or ""))
+        if message.role == "tool" and (message.tool_call_id is not None or not self.has_long_ids):
+            message = evolve(message, tool_call_id=self._written_id(message.tool_call_id or ""))
         if not message.tool_calls:
             return message
         calls = [
             evolve(
                 call,
-                id=call.id if self.has_long_ids else _shorten_id(call.id),
+                id=self._written_id(call.id),
                 arguments=_adapt_arguments(call.arguments, takes_any=self.has_malformed_arguments),
             )
             for call in message.tool_calls
         ]
         return evolve(message, tool_calls=tuple(calls))
+
+    def _written_id(self, call_id: str) -> str:
+        issued = _ISSUED_ID.fullmatch(call_id)
+        written = issued[1] if issued else call_id
+        return written if self.has_long_ids else _shorten_id(written)
 
     def _separate(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
         """Return the messages, with those of their parts that the template does not show together as own messages."""
@@ -448,13 +455,9 @@ def _join_contents(messages: Iterable[ChatMessage]) -> str:
 
 
 def _shorten_id(call_id: str) -> str:
-    """Return nine letters and digits that depend only on the id; an id of this form is returned unchanged.
-
-    One that a model wrote in several answers has become unique (``ConversationTree.issue_call_id``), and is again what
-    the model wrote.
-    """
-    if short := _SHORT_ID.fullmatch(call_id):
-        return short.group(1)
+    """Return nine letters and digits that depend only on the id; an id of this form is returned unchanged."""
+    if _SHORT_ID.fullmatch(call_id):
+        return call_id
     # A hash, so that a call and its result get the same short id without any state.
     number = int.from_bytes(hashlib.sha256(call_id.encode("utf-8", "replace")).digest()[:8])
     return "".join(_ALPHABET[number // len(_ALPHABET) ** place % len(_ALPHABET)] for place in range(9))
@@ -465,7 +468,7 @@ PlainMessage = dict[str, Any]
 
 _MAX_SHOWN = 8
 """Number of roles that an error repeats."""
-_RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+_RESERVED = frozenset({"messages", "tools", "xml_tools", "documents", "add_generation_prompt"})
 
 
 class _GenerationTag(Extension):
@@ -578,6 +581,8 @@ class ChatTemplate:
                     "messages": messages,
                     # Templates commonly test for ``none``, so that an empty list would count as tools.
                     "tools": list(tools) or None,
+                    # The name that SmolLM3's template has for tools that are called as its model was trained to.
+                    "xml_tools": list(tools) or None,
                     "documents": None,
                     "add_generation_prompt": has_generation_prompt,
                 }

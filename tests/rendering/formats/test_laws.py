@@ -97,7 +97,12 @@ def typed(name, arguments):
     return Tool(name=name, parameters={"type": "object", "properties": properties})
 
 
-ENDS = {"qwen-coder": "</parameter>", "glm": "</arg_value>"}
+ENDS = {
+    **dict.fromkeys(("qwen-coder", "seed", "minimax-m2"), "</parameter>"),
+    **dict.fromkeys(("deepseek-v3.2", "deepseek-v4"), "</｜DSML｜parameter>"),
+    "glm": "</arg_value>",
+    "gemma": '<|"|>',
+}
 """What a value cannot contain, because nothing is escaped."""
 
 
@@ -108,7 +113,7 @@ def test_formatted_call_is_parsed_to_the_same_call(form, data):
     name, given_arguments = data.draw(names), data.draw(arguments)
     text = json.dumps(given_arguments, ensure_ascii=False)
     end = next((end for known, end in ENDS.items() if TOOL_FORMATS[known] is form), None)
-    assume(end is None or end not in text)
+    assume(end is None or json.dumps(end, ensure_ascii=False)[1:-1] not in text)
     written = form.format_call(ToolCall(id="call_0", name=name, arguments=text))
     tools = [typed(name, given_arguments)]
     message = parse(form, written, tools=tools)
@@ -145,7 +150,8 @@ def test_text_is_not_lost(form, text):
 
     if message.tool_calls:
         shown = "".join([message.content or "", *(name + arguments for name, arguments in said(message))])
-        assert text.count("x") <= shown.count("x") + text.count("\\x")
+        in_tags = sum(text.count(tag) * tag.count("x") for tag in form.markers)
+        assert text.count("x") <= shown.count("x") + text.count("\\x") + in_tags
         assert text.count("é") <= shown.count("é")
     else:
         assert text == message.content

@@ -79,7 +79,7 @@ def test_no_two_families_claim_one_template(source):
         (LLAMA_PYTHONIC, ["pythonic"]),
         (LFM_2, ["pythonic"]),
         (GLM_45, ["glm"]),
-        (GRANITE, []),
+        (GRANITE, ["granite"]),
         (COMMAND_R, []),
         (SIGNATURES, []),
         (templates.SMOLLM, []),

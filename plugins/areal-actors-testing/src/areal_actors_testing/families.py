@@ -167,6 +167,21 @@ _ALL = (
     _gemma(name="gemma-2"),
     _gemma(name="gemma-3"),
     Family(
+        name="gemma-4",
+        start="<bos>",
+        end="<turn|>",
+        end_of_calls="<|tool_response>",
+        special=(
+            *("<|turn>", "<|tool>", "<tool|>", "<|tool_call>", "<tool_call|>", "<tool_response|>", '<|"|>'),
+            *("<|channel>", "<channel|>"),
+        ),
+        tool_format="gemma",
+        reasoning_format="gemma-think",
+        thought="<|channel>thought\n{}\n<channel|>",
+        content_before_calls="{}",
+        between_calls="",
+    ),
+    Family(
         name="phi-3",
         start="<s>",
         end="<|end|>",

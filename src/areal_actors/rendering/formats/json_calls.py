@@ -62,7 +62,7 @@ def parse_call(text: str, *, is_bare_allowed: bool = True) -> Call:
     texts = dict(pairs)
     if isinstance(values.get("function"), dict) and values.keys() <= {"function", *_OTHER_KEYS} - {"name"}:
         return parse_call(texts["function"], is_bare_allowed=is_bare_allowed)
-    name = check_name(values.get("name"))
+    name = check_name(values.get("name", values.get("tool_name")))
     keys = [key for key in ARGUMENT_KEYS if key in values]
     if not keys and is_bare_allowed and values.keys() <= _OTHER_KEYS:
         return Call(name=name, arguments="{}")

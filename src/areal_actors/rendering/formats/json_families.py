@@ -14,7 +14,13 @@
     <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f
     ```json
     {"a": 1}
-    ```<｜tool▁call▁end｜><｜tool▁calls▁end｜>                   DeepSeek V3, R1; later ones have no fences
+    ```<｜tool▁call▁end｜><｜tool▁calls▁end｜>                   DeepSeek V3, R1; V3.1 has no fences
+
+    <|tool_calls_section_begin|><|tool_call_begin|>functions.f:0
+    <|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>
+    <|tool_calls_section_end|>                                   Kimi K2
+
+    <|tool_call|>[{"name": "f", "arguments": {"a": 1}}]          Granite 3; others with their own tags
 
 Models write the form that their template shows, but all forms of a vendor are read. Outer and last closing tags may be
 missing at the end of an answer.
@@ -39,7 +45,16 @@ from areal_actors.rendering.formats.json_calls import (
     parse_call,
     read_object,
 )
-from areal_actors.rendering.formats.reading import Call, CallSyntax, NoCall, Reading, Source, check_name, drop
+from areal_actors.rendering.formats.reading import (
+    Call,
+    CallSyntax,
+    NoCall,
+    Reading,
+    Source,
+    check_name,
+    drop,
+    read_items,
+)
 
 
 @frozen(kw_only=True, eq=False)
@@ -128,7 +143,7 @@ HERMES = JsonFormat(
     markers=("<tool_call>", "</tool_call>"),
     signs=("<tool_call>",),
     # Other families use the same tags around something else.
-    foreign_signs=("<function=", "<arg_key>"),
+    foreign_signs=("<function=", "<arg_key>", "<tool_calls>", "<invoke name="),
     syntax=CallSyntax(anywhere={"<tool_call>": _read_hermes}),
     before='<tool_call>\n{"name": NAME, "arguments": ',
     after="}\n</tool_call>",
@@ -194,13 +209,10 @@ def _read_mistral(source: Source) -> Reading[tuple[Call, ...]]:
         arguments = yield from read_object(source)
         decode_object(arguments)
         return (_identify(Call(name=name, arguments=arguments), call_id),)
-    calls: list[Call] = []
-    is_over = False
-    while not is_over:
-        text = yield from read_object(source)
-        calls.append(_identify(parse_call(text), decode_object(text, max_depth=MAX_DEPTH + 1).get("id")))
-        is_over = (yield from source.require(",", "]")) == "]"
-    return tuple(calls)
+    texts = yield from read_items(source, "]", read_object)
+    if not texts:
+        raise NoCall
+    return tuple(_identify(parse_call(t), decode_object(t, max_depth=MAX_DEPTH + 1).get("id")) for t in texts)
 
 
 def _identify(call: Call, call_id: object) -> Call:
@@ -292,3 +304,85 @@ DEEPSEEK_V3_1 = evolve(
     after=_CALL_END,
     separator="",
 )
+
+
+# -------------------------------------------------------------------------------------------------------- Kimi K2
+
+_SECTION_BEGIN, _SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+_KIMI_BEGIN, _KIMI_ARGUMENTS, _KIMI_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+_KIMI_ID = re.compile(r"(?:functions\.)?(?P<name>.+):\d+")
+
+
+def _read_kimi(source: Source, *, is_first: bool = False) -> Reading[tuple[Call, ...]]:
+    if is_first:
+        yield from source.require(_SECTION_BEGIN)
+    yield from source.require(_KIMI_BEGIN)
+    call_id = yield from source.match(_NAME)
+    yield from source.require(_KIMI_ARGUMENTS)
+    # The model numbers its calls, and reads a result under the number that it gave.
+    numbered = _KIMI_ID.fullmatch(call_id)
+    name = check_name(numbered["name"] if numbered else call_id)
+    own_id = call_id if numbered else None
+    source.begin_call(name, call_id=own_id)
+    arguments = yield from read_object(source)
+    decode_object(arguments)
+    if not (yield from source.expect(_KIMI_END)) and not source.is_at_end:
+        raise NoCall
+    return (Call(name=name, arguments=arguments, id=own_id),)
+
+
+KIMI_K2 = JsonFormat(
+    markers=(_SECTION_BEGIN, _SECTION_END, _KIMI_BEGIN, _KIMI_ARGUMENTS, _KIMI_END),
+    signs=(_KIMI_BEGIN, _KIMI_ARGUMENTS),
+    syntax=CallSyntax(
+        anywhere={_SECTION_BEGIN: partial(_read_kimi, is_first=True), _KIMI_BEGIN: _read_kimi},
+        after_call={_SECTION_END: drop(_SECTION_END)},
+    ),
+    opening=_SECTION_BEGIN,
+    before=f"{_KIMI_BEGIN}functions.NAME:0{_KIMI_ARGUMENTS}",
+    after=_KIMI_END,
+    separator="",
+    closing=_SECTION_END,
+    instructions="# Tools\nTOOLS\nTo call tools, write:\nEXAMPLE",
+)
+
+# --------------------------------------------------------------------------------------------- lists between tags
+
+
+def _read_between(source: Source, *, opening: str, closing: str) -> Reading[tuple[Call, ...]]:
+    """Read a list of calls, or one call after the other; the closing tag may be missing at the end of an answer."""
+    yield from source.require(opening)
+    is_list = yield from source.expect("[")
+    source.begin_object()
+    if is_list:
+        texts = yield from read_items(source, "]", read_object)
+    else:
+        texts = [(yield from read_object(source))]
+        while (yield from source.sees("{")):
+            texts.append((yield from read_object(source)))
+    is_closed = not closing or (yield from source.expect(closing)) or source.is_at_end
+    if not texts or not is_closed:
+        raise NoCall
+    return tuple(map(parse_call, texts))
+
+
+def _create_list(opening: str, closing: str = "", *, name: str = "name", arguments: str = "arguments") -> JsonFormat:
+    """Return the format of a JSON list of calls between two tags, with these keys in each call."""
+    return JsonFormat(
+        markers=(opening, closing) if closing else (opening,),
+        signs=(opening,),
+        syntax=CallSyntax(anywhere={opening: partial(_read_between, opening=opening, closing=closing)}),
+        opening=f"{opening}[",
+        before=f'{{"{name}": NAME, "{arguments}": ',
+        after="}",
+        has_quoted_name=True,
+        separator=", ",
+        closing=f"]{closing}",
+        instructions="You may call these tools:\nTOOLS\nTo call one, write:\nEXAMPLE",
+    )
+
+
+GRANITE = _create_list("<|tool_call|>")
+NEMOTRON_2 = _create_list("<TOOLCALL>", "</TOOLCALL>")
+APRIEL = _create_list("<tool_calls>", "</tool_calls>")
+COMMAND = _create_list("<|START_ACTION|>", "<|END_ACTION|>", name="tool_name", arguments="parameters")

@@ -23,7 +23,7 @@ Reading: TypeAlias = Generator[None, None, T]
 """A generator that pauses for more text and returns its result."""
 
 ARGUMENT_KEYS = ("arguments", "parameters", "args", "input")
-"""Hermes, Qwen, Mistral and OpenAI write the first, Llama the second, Anthropic the last."""
+"""Hermes, Qwen, Mistral and OpenAI write the first, Llama and Command the second, Anthropic the last."""
 _MAX_WORD = 1000
 """Limit in characters of a name or a number; longer text is neither."""
 _MAX_WASTE = 1_000_000
@@ -33,7 +33,9 @@ All text after that is content, so that the running time does not grow quadratic
 """
 _SPACE = re.compile(r"\s*")
 _END = re.compile(r"\s*\Z")
-_NAMED = re.compile(r'\s*\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\\x00-\x1f]|\\.)*")\s*,\s*"(?P<key>\w+)"\s*:\s*(?=\{\s*")')
+_NAMED = re.compile(
+    r'\s*\{\s*"(?:tool_)?name"\s*:\s*(?P<name>"(?:[^"\\\x00-\x1f]|\\.)*")\s*,\s*"(?P<key>\w+)"\s*:\s*(?=\{\s*")'
+)
 """Matches an object up to its arguments, if the name comes first, as all models are trained to write it.
 
 Empty arguments are not matched: the actual ones may follow under another key.
@@ -204,10 +206,10 @@ class Source:
         self.at += 1
         return self.text[self.at - 1]
 
-    def until(self, tag: str, *, before: tuple[str, ...]) -> Reading[str]:
+    def until(self, tag: str, *, before: tuple[str, ...] = ()) -> Reading[str]:
         """Read the text up to a ``tag`` that is followed by one of ``before`` or by the end of the answer.
 
-        Any other ``tag`` is part of the text.
+        Any other ``tag`` is part of the text. Without ``before``, the first ``tag`` counts.
         """
         start = searched = self.at
         while True:
@@ -220,8 +222,18 @@ class Source:
                 yield
                 continue
             self.at = searched = end + len(tag)
-            if (yield from self.sees(*before)) or self.is_at_end:
+            if not before or (yield from self.sees(*before)) or self.is_at_end:
                 return self.text[start:end]
+
+
+def read_items(source: Source, end: str, read_item: Callable[[Source], Reading[T]]) -> Reading[list[T]]:
+    """Read items separated by commas, up to and including ``end``; a trailing comma is allowed."""
+    items: list[T] = []
+    while not (yield from source.expect(end)):
+        items.append((yield from read_item(source)))
+        if (yield from source.require(",", end)) == end:
+            break
+    return items
 
 
 Reader: TypeAlias = Callable[[Source], Reading[tuple[Call, ...]]]
@@ -276,6 +288,7 @@ class CallParser:
         self._wasted = 0
         self._is_fresh = True
         self._is_after_call = False
+        self._num_before_call = 0
         self._space: list[str] = []
         self._deltas: list[Delta] = []
         self.is_eager = False
@@ -356,6 +369,9 @@ class CallParser:
                     ToolCallStarted(index=index, id=call.id or self._call_ids(), name=call.name),
                     ToolArgumentsDelta(index=index, text=call.arguments),
                 )
+            # White space between a call and a tag of the format, which is no call, belongs to the format, too.
+            del self._space[len(self._space) if stop.value else self._num_before_call :]
+            self._num_before_call = len(self._space)
             self._num_calls += len(calls)
             self._is_fresh = self._is_after_call = True
         except NoCall:

@@ -10,7 +10,16 @@
     </function>                      GLM-4.5; 4.6 and 4.7 omit the line breaks
     </tool_call>
 
-    Qwen3-Coder, Qwen3.5, Nemotron
+    Qwen3-Coder, Qwen3.5, Nemotron 3
+
+    <minimax:tool_call>              <｜DSML｜tool_calls>
+    <invoke name="f">                <｜DSML｜invoke name="f">
+    <parameter name="a">text         <｜DSML｜parameter name="a" string="true">text
+    </parameter>                     </｜DSML｜parameter>
+    </invoke>                        </｜DSML｜invoke>
+    </minimax:tool_call>             </｜DSML｜tool_calls>
+
+    MiniMax-M2                       DeepSeek V3.2 (``function_calls``) and V4
 
 A value ends at a closing tag that is followed by another parameter or by the end of the call, so that code which
 contains such tags can be passed. The last closing tag may be missing at the end of an answer.
@@ -22,17 +31,18 @@ acceptable.
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from areal_actors.domain import Exactly, FreeText, Grammar, InOrder, JsonText, OneOf, Repeated, Tool, ToolCall
 from areal_actors.rendering.formats.base import ToolFormat, format_signatures, grammar_of_calls
 from areal_actors.rendering.formats.json_calls import decode_json, decode_object, encode_arguments
-from areal_actors.rendering.formats.reading import Call, CallSyntax, NoCall, Reading, Source, check_name
+from areal_actors.rendering.formats.reading import Call, CallSyntax, NoCall, Reading, Source, check_name, drop
 
 _ALL_TYPES = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
 _PYTHON_NAMES = {"True": True, "False": False, "None": None}
@@ -143,11 +153,21 @@ def read_value(text: str, parameter: Parameter | None) -> object:
     try:
         value = _PYTHON_NAMES[bare] if bare in _PYTHON_NAMES else decode_json(text)
     except NoCall:
-        return text
+        return text if types & {"string"} else _read_literal(bare)
     # Without a schema, a value that parses as JSON is taken as such.
     if "string" not in types or types == _ALL_TYPES:
         return value
     return value if types & (_types_of_value(value) - {"string"}) else text
+
+
+def _read_literal(text: str) -> object:
+    """Return the list or dictionary that ``text`` is in Python syntax, as some templates show them, else ``text``."""
+    try:
+        value = ast.literal_eval(text)
+        # What JSON cannot express stays text.
+        return decode_json(json.dumps(value, allow_nan=False)) if isinstance(value, list | dict) else text
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError, NoCall):
+        return text
 
 
 def format_value(value: object) -> str:
@@ -183,20 +203,28 @@ class TaggedFormat(ToolFormat):
     after_name: str
     before_key: str
     between: str
-    """The text between the name of a parameter and its value."""
+    """The text between the name of a parameter and its value. TYPE in it says whether the value is text."""
     after_value: str
     closing: str
     """The text after the last value."""
     name: re.Pattern[str]
     key: re.Pattern[str]
+    foreign_signs: tuple[str, ...] = ()
+    opening: str = ""
+    ending: str = ""
+    """The tags around all calls of an answer."""
 
     def syntax_for(self, tools: Sequence[Tool]) -> CallSyntax:
         """See ``ToolFormat.syntax_for``; the types of values come from ``tools``."""
-        opening, *_ = self.before_name.split()
-        return CallSyntax(anywhere={opening: partial(self._read, tools=tools)})
+        first, *_ = self.before_name.split()
+        read = partial(self._read, tools=tools)
+        if not self.opening:
+            return CallSyntax(anywhere={first: read})
+        tag, end = self.opening.strip(), self.ending.strip()
+        return CallSyntax(anywhere={tag: partial(read, opening=tag)}, after_call={first: read, end: drop(end)})
 
-    def _read(self, source: Source, tools: Sequence[Tool]) -> Reading[tuple[Call, ...]]:
-        yield from _require_all(source, self.before_name)
+    def _read(self, source: Source, tools: Sequence[Tool], opening: str = "") -> Reading[tuple[Call, ...]]:
+        yield from _require_all(source, f"{opening} {self.before_name}")
         name = check_name((yield from source.match(self.name)).strip())
         yield from _require_all(source, self.after_name)
         known = parameters_of(tools, name)
@@ -207,13 +235,16 @@ class TaggedFormat(ToolFormat):
             source.begin_call(name, arguments="{")
         while (yield from source.expect(self.before_key)):
             key = check_name((yield from source.match(self.key)).strip())
-            yield from _require_all(source, self.between)
+            before, declared, after = self.between.partition("TYPE")
+            yield from _require_all(source, before)
+            is_text = declared and (yield from source.require("true", "false")) == "true"
+            yield from _require_all(source, after)
             text = yield from source.until(end_value, before=next_tags)
             if key in values:
                 raise NoCall
             if self.after_value.startswith("\n"):
                 text = text.removeprefix("\n").removesuffix("\n")
-            values[key] = read_value(text, known.get(key))
+            values[key] = text if is_text else read_value(text, None if declared else known.get(key))
             source.begin_call(name, arguments=encode_arguments(values)[:-1])
         yield from _require_all(source, " ".join(inner))
         is_closed = yield from source.expect(last)
@@ -235,17 +266,29 @@ class TaggedFormat(ToolFormat):
             needed = frozenset(map(str, required)) if isinstance(required, Iterable) else frozenset()
             parts: list[Grammar] = []
             for name, parameter in parameters_of([tool], tool.name).items():
-                value: Grammar = parameter.json_text
+                value: Grammar = InOrder(parts=(self._between(is_text=False), parameter.json_text))
                 if parameter.choices:
-                    value = OneOf(parts=tuple(Exactly(text=format_value(choice)) for choice in parameter.choices))
+                    value = OneOf(
+                        parts=tuple(
+                            InOrder(parts=(self._between(is_text=isinstance(c, str)), Exactly(text=format_value(c))))
+                            for c in parameter.choices
+                        )
+                    )
                 elif "string" in parameter.types and parameter.types != _ALL_TYPES:
-                    value = FreeText(excluding=(self.after_value.strip(),))
-                key = Exactly(text=f"{self.before_key}{name}{self.between}")
+                    text = FreeText(excluding=(self.after_value.strip(),))
+                    value = InOrder(parts=(self._between(is_text=True), text))
+                key = Exactly(text=f"{self.before_key}{name}")
                 part = InOrder(parts=(key, value, Exactly(text=self.after_value)))
                 parts.append(part if name in needed else Repeated(part=part, at_least=0, at_most=1))
             return InOrder(parts=(before, InOrder(parts=tuple(parts)), Exactly(text=self.closing)))
 
-        return grammar_of_calls(map(create_call, tools), is_parallel=is_parallel)
+        calls = grammar_of_calls(map(create_call, tools), is_parallel=is_parallel)
+        if not self.opening:
+            return calls
+        return InOrder(parts=(Exactly(text=self.opening), calls, Exactly(text=self.ending)))
+
+    def _between(self, *, is_text: bool) -> Exactly:
+        return Exactly(text=self.between.replace("TYPE", str(is_text).lower()))
 
     def format_tools(self, tools: Sequence[Tool]) -> str:
         """Return the tools as one JSON object per line, and instructions for calling one."""
@@ -261,10 +304,11 @@ class TaggedFormat(ToolFormat):
 
     def _write(self, name: str, values: Mapping[str, object]) -> str:
         written = "".join(
-            f"{self.before_key}{key}{self.between}{format_value(value)}{self.after_value}"
+            f"{self.before_key}{key}{self._between(is_text=isinstance(value, str)).text}{format_value(value)}"
+            f"{self.after_value}"
             for key, value in values.items()
         )
-        return f"{self.before_name}{name}{self.after_name}{written}{self.closing}"
+        return f"{self.opening}{self.before_name}{name}{self.after_name}{written}{self.closing}{self.ending}"
 
 
 def _require_all(source: Source, tags: str) -> Reading[None]:
@@ -295,4 +339,52 @@ GLM = TaggedFormat(
     closing="</tool_call>",
     name=re.compile(r"[\w.:/-]*"),
     key=re.compile(r"[^<\n]*"),
+)
+SEED = TaggedFormat(
+    markers=("<seed:tool_call>", "</seed:tool_call>"),
+    signs=("<seed:tool_call>", "<function=", "<parameter="),
+    before_name="<seed:tool_call>\n<function=",
+    after_name=">\n",
+    before_key="<parameter=",
+    between=">",
+    after_value="</parameter>\n",
+    closing="</function>\n</seed:tool_call>",
+    name=re.compile(r"[^<>\n]*"),
+    key=re.compile(r"[^<>\n]*"),
+)
+MINIMAX = TaggedFormat(
+    markers=("<minimax:tool_call>", "</minimax:tool_call>"),
+    signs=("<minimax:tool_call>", "<invoke name="),
+    opening="<minimax:tool_call>\n",
+    before_name='<invoke name="',
+    after_name='">\n',
+    before_key='<parameter name="',
+    between='">',
+    after_value="</parameter>\n",
+    closing="</invoke>",
+    ending="\n</minimax:tool_call>",
+    name=re.compile(r'[^"<>\n]*'),
+    key=re.compile(r'[^"<>\n]*'),
+)
+DEEPSEEK_V4 = TaggedFormat(
+    markers=("｜DSML｜",),
+    signs=("｜DSML｜", "tool_calls>"),
+    foreign_signs=("function_calls>",),
+    opening="<｜DSML｜tool_calls>\n",
+    before_name='<｜DSML｜invoke name="',
+    after_name='">\n',
+    before_key='<｜DSML｜parameter name="',
+    between='" string="TYPE">',
+    after_value="</｜DSML｜parameter>\n",
+    closing="</｜DSML｜invoke>",
+    ending="\n</｜DSML｜tool_calls>",
+    name=re.compile(r'[^"<>\n]*'),
+    key=re.compile(r'[^"<>\n]*'),
+)
+DEEPSEEK_V3_2 = evolve(
+    DEEPSEEK_V4,
+    signs=("｜DSML｜", "function_calls>"),
+    foreign_signs=(),
+    opening="<｜DSML｜function_calls>\n",
+    ending="\n</｜DSML｜function_calls>",
 )

@@ -20,14 +20,23 @@ class ThinkTags(ReasoningFormat):
 
     markers: tuple[str, str] = ("<think>", "</think>")
     signs: tuple[str, ...] = ("</think>",)
+    foreign_signs: tuple[str, ...] = ()
+    stops: tuple[str, ...] = ()
+    channel: str = ""
+    """A word after the opening tag."""
+
+    @property
+    def opening(self) -> str:
+        """The text with which reasoning begins."""
+        return self.markers[0] + self.channel
 
     def is_opened_by(self, prompt: str) -> bool:
         """Return whether the prompt ends with the opening tag."""
-        return prompt.rstrip().endswith(self.markers[0])
+        return prompt.rstrip().endswith(self.opening)
 
     def constrain(self, *, is_open: bool, has_calls: bool) -> Grammar:  # noqa: ARG002 - all answers are alike
         """Return the grammar of reasoning, closed and separated as in the family's templates."""
-        opening, closing = self.markers
+        opening, (_, closing) = self.opening, self.markers
         rest = (FreeText(excluding=(closing,)), Exactly(text=f"{closing}\n\n"))
         thought = InOrder(parts=rest if is_open else (Exactly(text=opening), *rest))
         return thought if is_open else OneOf(parts=(Exactly(text=""), thought))
@@ -39,7 +48,7 @@ class ThinkTags(ReasoningFormat):
 
 class _ThinkParser(StateParser):
     def __init__(self, tags: ThinkTags, *, is_open: bool) -> None:
-        self._open, self._close = tags.markers
+        self._open, self._close = tags.opening, tags.markers[1]
         super().__init__()
         self._has_thought = False
         self._state = self._think if is_open else self._begin

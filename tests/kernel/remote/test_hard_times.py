@@ -14,6 +14,7 @@ import pytest
 import trio
 import trio.testing
 from anyio import wait_all_tasks_blocked
+from anyio.abc import UNIXSocketStream
 from tests.kernel.remote.echo_actor import SECRET, Echo, EchoActor, Echoing, Note
 
 from areal_actors.errors import ConfigError, ProtocolError, RemoteError
@@ -21,7 +22,6 @@ from areal_actors.kernel import ActorSystem
 from areal_actors.kernel.remote import Limits, connect, connect_stream, listen
 from areal_actors.kernel.remote.frames import Kind, Outgoing
 from areal_actors.kernel.remote.hello import greet, receive_hello, send_packet
-from areal_actors.kernel.remote.sockets import SocketStream
 from areal_actors_testing.remote import memory_pair
 
 pytestmark = pytest.mark.anyio
@@ -146,15 +146,16 @@ class TestAStop:
 
     async def test_connection_survives_a_suspended_process(self):
         """Data that arrived during the suspension is read before the silence is judged."""
-        ends = [SocketStream(end) for end in socket.socketpair()]
+        sockets = socket.socketpair()
+        ends = [await UNIXSocketStream.from_socket(end) for end in sockets]
         async with ends[0], ends[1], anyio.create_task_group() as tasks:
             tasks.start_soon(welcome, ends[1])
             async with connect_stream(ends[0], secret=SECRET, limits=Limits(cleanup_seconds=0.1)) as peer:
                 for number in range(20):
                     await wait_all_tasks_blocked()
-                    ends[1].raw.send(*Outgoing(Kind.PING).frame(number))
+                    sockets[1].send(*Outgoing(Kind.PING).frame(number))
                     jump(20.0)
                     await wait_all_tasks_blocked()
 
                     assert peer.is_connected, await peer.wait_closed()
-                ends[1].raw.close()
+                await ends[1].aclose()

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
+from enum import StrEnum
 from functools import partial
 from typing import Protocol
 
@@ -54,15 +55,12 @@ from areal_actors.lib.telemetry import get_logger
 from areal_actors.messages import (
     AddReplica,
     DescribeEngine,
-    DescribeReplicas,
     EngineView,
     Generate,
     Generation,
     PauseGeneration,
     PublishWeights,
     Replicas,
-    ReplicaState,
-    ReplicaView,
     ResumeGeneration,
 )
 
@@ -121,6 +119,20 @@ class EngineSet:
     config: ReplicaSetConfig
 
 
+class ReplicaState(StrEnum):
+    """State of a replica as its set sees it."""
+
+    JOINING = "joining"
+    """It gets no requests: it is being given the weights and the pause of all replicas, or failed to take them.
+
+    The set retries until it succeeds.
+    """
+    SERVING = "serving"
+    """It gets requests."""
+    GONE = "gone"
+    """It has died. The component that restarts it adds it again."""
+
+
 @define(eq=False, kw_only=True)
 class Replica:
     """A generation actor of the set, and its state.
@@ -167,13 +179,6 @@ class Replica:
     def load(self) -> float:
         """The share of its capacity that is in use."""
         return self.num_running / ((self.info and self.info.max_concurrent) or 1)
-
-    @property
-    def view(self) -> ReplicaView:
-        """The public view of it."""
-        return ReplicaView(
-            name=self.name, state=self.state, version=self.version, num_running=self.num_running, error=self.error
-        )
 
     def can_serve(self, version: int) -> bool:
         """Return whether it may get requests that were promised weights of at least ``version``."""
@@ -341,6 +346,11 @@ class ReplicaSet(Actor[Generation | Replicas]):
         finally:
             for replica in tuple(self._watchers):
                 self._unwatch(replica)
+
+    @property
+    def replicas(self) -> Mapping[str, Replica]:
+        """The replicas by name, in the order in which they were added."""
+        return self._replicas
 
     @property
     def _serving(self) -> list[Replica]:
@@ -645,11 +655,6 @@ class ReplicaSet(Actor[Generation | Replicas]):
             former.move_generations()
         self._replicas[replica.name] = replica
         self._tasks.start_soon(self._keep_joined, replica, name=f"replica {replica.name}")
-
-    @DescribeReplicas.handler
-    async def describe_replicas(self, message: DescribeReplicas) -> tuple[ReplicaView, ...]:  # noqa: ARG002
-        """Return all replicas."""
-        return tuple(replica.view for replica in self._replicas.values())
 
     @DescribeEngine.handler(concurrency=64)
     async def describe(self, message: DescribeEngine) -> EngineView:  # noqa: ARG002

@@ -63,7 +63,6 @@ from areal_actors.messages.directory import ReportFailure as ReportFailure
 from areal_actors.messages.directory import ReportGang as ReportGang
 from areal_actors.messages.directory import ReportReady as ReportReady
 from areal_actors.messages.directory import RoleSpec as RoleSpec
-from areal_actors.messages.directory import TakeFailure as TakeFailure
 from areal_actors.messages.directory import WeightsPublished as WeightsPublished
 from areal_actors.messages.exports import AcknowledgeLease as AcknowledgeLease
 from areal_actors.messages.exports import BeginGroup as BeginGroup

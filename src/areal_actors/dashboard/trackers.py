@@ -80,7 +80,7 @@ class TrackedRun:
             found = yaml.safe_load(self.directory.config.read_text(encoding="utf-8"))
         except (OSError, yaml.YAMLError):
             return {}
-        return _flatten(found) if isinstance(found, dict) else {}
+        return flatten_settings(found) if isinstance(found, dict) else {}
 
     def recall(self, tracker: str) -> dict[str, str]:
         """Return what ``remember`` stored for ``tracker``. A new run has a new directory, and so nothing stored."""
@@ -94,17 +94,18 @@ class TrackedRun:
             atomic_write(path, json.dumps(load_object(path) | {tracker: names}))
 
 
-def _flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested settings by dotted paths, with keys and passwords hidden."""
     flat: dict[str, Any] = {}
     for key, value in settings.items():
         name = f"{prefix}{key}"
         if _SECRET.search(str(key)) and isinstance(value, str | list):
             flat[name] = "***"
         elif isinstance(value, Mapping) and value:
-            flat |= _flatten(value, f"{name}.")
+            flat |= flatten_settings(value, f"{name}.")
         elif isinstance(value, list):
             # Items may be sections with secrets of their own; a tracker stores the list as text.
-            flat[name] = str([_flatten(item) if isinstance(item, Mapping) else item for item in value])
+            flat[name] = str([flatten_settings(item) if isinstance(item, Mapping) else item for item in value])
         else:
             flat[name] = value
     return flat

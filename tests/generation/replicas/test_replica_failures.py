@@ -153,7 +153,7 @@ async def test_leaving_the_stream_aborts_at_the_replica():
             engine.release(2)
         views = stack.views()
 
-    assert (0, 1) == (views["a"].num_running, engine.statistics().aborted)
+    assert (0, 1) == (len(views["a"].attempts), engine.statistics().aborted)
 
 
 async def test_deadline_of_the_asker_is_not_a_failure_of_the_replica():

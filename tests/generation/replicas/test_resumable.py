@@ -38,7 +38,7 @@ def replica(name: str, *, version: int = 0, state: ReplicaState = ReplicaState.S
     """A replica where ``running`` generations never end."""
     made = Replica(name=name, ref=Anywhere(), state=state, version=version, info=INFO)
     for _ in range(running):
-        made.begin(Attempt(CancelScope))
+        made.attempts.add(Attempt(CancelScope))
     return made
 
 

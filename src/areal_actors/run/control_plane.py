@@ -100,7 +100,7 @@ async def open_control_plane(plan: RunPlan) -> AsyncIterator[ControlPlane]:
         address = controller_address(scheduling, sockets)
         listening = listen(address, secret=secret, expose={"directory": workers}, node="controller")
         listener = await stack.enter_async_context(listening)
-        controller = ControllerAddress(addresses=(listener.address,), secret=secret)
+        controller = ControllerAddress(address=listener.address, secret=secret)
         scheduler = await stack.enter_async_context(_open_scheduler(scheduling, plan, controller))
         is_local = listener.address.startswith("unix:")
         endpoint = None

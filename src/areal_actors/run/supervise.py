@@ -128,7 +128,6 @@ def worker_spec(
         num_tasks=num_tasks,
         python=role.python,
         environment={**loops.child_variables(), **role.environment},
-        working_directory=role.working_directory,
     )
 
 

@@ -106,7 +106,8 @@ class Publisher:
             if partial is not None:
                 shutil.rmtree(partial, ignore_errors=True)
             raise ModelError(
-                f"Version {version} cannot be written to {self.directory}: {error}. Free space, or set publish_directory."
+                f"Version {version} cannot be written to {self.directory}: {error}. Free space, or set "
+                "publish_directory."
             ) from error
         return Weights(version=version, path=target)
 

@@ -4,7 +4,7 @@
 
     ArealError
     ├── ConfigError
-    ├── ActorError ── RemoteError · ActorStopped · Unreachable · DeadlineExceeded · DeadlockError · MailboxFull
+    ├── ActorError ── RemoteError · ActorStopped · Unreachable · DeadlineExceeded · DeadlockError
     │   └── ProtocolError ── EncodingError
     ├── RequestError ── Unauthorized · Forbidden · NotFound · RequestTimeout · Conflict · SessionEnded · PayloadTooLarge
     │   │               Unprocessable · CapacityExhausted · QuotaExceeded · Unavailable
@@ -77,10 +77,6 @@ class DeadlineExceeded(ActorError, TimeoutError):
 
 class DeadlockError(ActorError):
     """The ask would wait for an actor that waits for the asker."""
-
-
-class MailboxFull(ActorError):
-    """The mailbox is full, and the caller asked not to wait."""
 
 
 class ProtocolError(ActorError):

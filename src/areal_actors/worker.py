@@ -20,7 +20,6 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
-from itertools import cycle
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from urllib.parse import urlsplit
 
@@ -121,11 +120,8 @@ async def _run(bootstrap: Bootstrap) -> int:
 
 
 async def _work(bootstrap: Bootstrap) -> int:
-    # Each attempt to connect uses the next address.
-    addresses = cycle(bootstrap.addresses)
-
     async def locate() -> str:
-        return next(addresses)
+        return bootstrap.address
 
     async with reconnecting(
         locate, secret=bootstrap.secret, node=bootstrap.node, incarnation=max(bootstrap.life, 1)
@@ -195,7 +191,7 @@ async def _serve_until_warned(
         address = spec.listen
         if address is None:
             # The interface that connections to the controller leave from, which other workers can reach, too.
-            host = own_address(urlsplit(bootstrap.addresses[0]).hostname or "")
+            host = own_address(urlsplit(bootstrap.address).hostname or "")
             address = f"tcp://[{host}]:0" if ":" in host else f"tcp://{host}:0"
         listening = listen(
             address, secret=bootstrap.secret, expose={}, node=bootstrap.name, incarnation=max(bootstrap.life, 1)

@@ -16,7 +16,6 @@ from areal_actors.errors import (
     CapacityExhausted,
     ConfigError,
     DeadlineExceeded,
-    MailboxFull,
     NotFound,
     RemoteError,
 )
@@ -140,14 +139,25 @@ async def test_ask_raises_an_areal_error_of_the_handler_with_its_class():
         assert ref.statistics().num_failed == 1
 
 
-async def test_ask_raises_errors_with_own_constructors():
-    """Reconstruction copies attributes and calls no constructor."""
+GROUP = BaseExceptionGroup("two", [ActorStopped("a consequence"), ExceptionGroup("inner", [NotFound("it")])])
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "attributes"),
+    [
+        (ConfigError(("a: wrong", "b: wrong")), ConfigError, {"problems": ("a: wrong", "b: wrong")}),
+        (GROUP, NotFound, {"message": "it"}),
+    ],
+    ids=["own constructor", "root cause of a group"],
+)
+async def test_ask_raises_what_was_raised_on_purpose(error, kind, attributes):
+    """Reconstruction copies attributes and calls no constructor; a group is its root cause."""
     async with ActorSystem.open() as system:
         ref = await system.spawn(Clerk())
-        with pytest.raises(ConfigError) as caught:
-            await ref.ask(Fail(error=ConfigError(("a: wrong", "b: wrong"))))
+        with pytest.raises(kind) as caught:
+            await ref.ask(Fail(error=error))
 
-        assert ("a: wrong", "b: wrong") == caught.value.problems
+        assert attributes.items() <= vars(caught.value).items()
 
 
 async def test_ask_raises_other_errors_as_text():
@@ -159,15 +169,6 @@ async def test_ask_raises_other_errors_as_text():
 
         assert caught.value.type_name == "ValueError"
         assert "in fail" in caught.value.traceback
-
-
-async def test_ask_raises_the_root_cause_of_a_group():
-    """The root cause: what was raised on purpose keeps its class even inside a group."""
-    group = BaseExceptionGroup("two", [ActorStopped("a consequence"), ExceptionGroup("inner", [NotFound("it")])])
-    async with ActorSystem.open() as system:
-        ref = await system.spawn(Clerk())
-        with pytest.raises(NotFound, match="it"):
-            await ref.ask(Fail(error=group))
 
 
 async def test_handler_awaiting_a_cancelled_future_fails_like_any_other():
@@ -195,7 +196,7 @@ async def test_messages_of_one_sender_arrive_in_order():
 
 
 async def test_tell_to_a_full_mailbox_waits_in_order():
-    """``tell_nowait`` raises instead, and does not overtake waiting senders."""
+    """No sender overtakes another one."""
     clerk = Clerk()
     async with ActorSystem.open() as system, anyio.create_task_group() as tasks:
         ref = await system.spawn(clerk, mailbox_size=1)
@@ -207,8 +208,6 @@ async def test_tell_to_a_full_mailbox_waits_in_order():
             await wait_all_tasks_blocked()
 
         assert (1, 2) == (ref.statistics().num_queued, ref.statistics().num_waiting_senders)
-        with pytest.raises(MailboxFull, match="holds 1 messages and is full"):
-            ref.tell_nowait(Note(text="fourth"))
         await ref.ask(Echo(n=0))
         assert ["work begins", "work ends", "first", "second", "third"] == clerk.seen
 
@@ -357,8 +356,6 @@ async def test_senders_learn_that_their_actor_has_ended():
             await ref.ask(Echo(n=1))
         with pytest.raises(ActorStopped):
             await ref.tell(Note(text=""))
-        with pytest.raises(ActorStopped):
-            ref.tell_nowait(Note(text=""))
 
         assert 4 == len(outcomes)
         assert 2 == sum("was not sent" in outcome for outcome in outcomes)

@@ -166,7 +166,7 @@ async def test_message_without_handler_is_refused_at_the_sender():
         with pytest.raises(ProtocolError, match="does not take Pay"):
             await ref.tell(Pay())
         with pytest.raises(ProtocolError, match="does not take Browse this way"):
-            ref.tell_nowait(Browse())
+            await ref.tell(Browse())
         with pytest.raises(ProtocolError, match="does not take Buy this way"):
             async with ref.stream(Buy()):
                 pass

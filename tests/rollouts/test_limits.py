@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.rollouts.test_workflow_episodes import open_stage
 from tests.stacks.inference_stack import encode, say
-from tests.stacks.rollout_stack import Episode, open_rollout_stack, problem_at
+from tests.stacks.rollout_stack import Episode, open_rollout_stack, problems
 
 from areal_actors.cache.limits import EpisodeBudget
 from areal_actors.config import create_config
@@ -179,7 +179,7 @@ async def test_rollout_workflow_has_the_same_limits(*, is_raising: bool):
     """The engine that it is given refuses; what it returns counts, and if it raises, it has failed."""
     config = RolloutsConfig(limits=TWO_TURNS, episode_timeout_seconds=60)
     async with open_stage(Asking(is_raising=is_raising), config=config) as (_, runner, _notebook):
-        (episode,) = (await runner.ask(RunProblem(problem=problem_at(0)))).episodes
+        (episode,) = (await runner.ask(RunProblem(problem=problems(1).at(0)))).episodes
     assert "max_turns" == episode.limit
     if is_raising:
         assert episode.failure is not None

@@ -52,8 +52,8 @@ def test_run_of_so_many_steps_admits_so_many_groups(bounds: CapacityLimits, step
         assert state.available <= CapacityState(limits=bounds, version=state.version).available
 
 
-class WaitingHistory(RuleBasedStateMachine):
-    """Groups end in any order; steps wait for those whose time has come. So no group becomes too old."""
+class CapacityHistory(RuleBasedStateMachine):
+    """Groups end in any order, are dropped or lost; steps wait for those whose time has come. None becomes too old."""
 
     @initialize(bounds=limits)
     def begin(self, bounds: CapacityLimits) -> None:
@@ -91,6 +91,20 @@ class WaitingHistory(RuleBasedStateMachine):
             )
         self.state = self.state.advance(self.state.version + 1)
 
+    @precondition(lambda self: self.ready)
+    @rule()
+    def drop(self) -> None:
+        """A finished group is dropped and refunded."""
+        self.ready.pop()
+        self.state = self.state.refund()
+
+    @rule()
+    def crash(self) -> None:
+        """Everything in memory is lost; recovery starts from the version alone."""
+        self.state = CapacityState.at_version(self.bounds, self.state.version)
+        self.running.clear()
+        self.ready.clear()
+
     def can_train(self) -> bool:
         """Whether there is a batch, and time for the others."""
         return len(self.ready) >= self.bounds.batch_size and leaves_time(
@@ -112,63 +126,6 @@ class WaitingHistory(RuleBasedStateMachine):
             for admitted in (*self.running, *self.ready)
         )
 
-
-TestWaitingHistory = WaitingHistory.TestCase
-
-
-class CapacityHistory(RuleBasedStateMachine):
-    """Random histories of rollouts, training, drops and crashes: whatever is trained is at most η versions old."""
-
-    @initialize(bounds=limits)
-    def begin(self, bounds: CapacityLimits) -> None:
-        """A fresh run."""
-        self.bounds = bounds
-        self.state = CapacityState(limits=bounds)
-        self.running: list[int] = []
-        self.waiting: list[int] = []
-
-    @precondition(lambda self: self.state.available > 0)
-    @rule()
-    def start(self) -> None:
-        """A group starts under the version that is served."""
-        self.state = self.state.start()
-        self.running.append(self.state.version)
-
-    @precondition(lambda self: self.running)
-    @rule(data=st.data(), is_accepted=st.booleans())
-    def settle(self, *, data: st.DataObject, is_accepted: bool) -> None:
-        """Any running group ends."""
-        version = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
-        self.state = self.state.settle(is_accepted=is_accepted)
-        if is_accepted:
-            self.waiting.append(version)
-
-    @precondition(lambda self: len(self.waiting) >= self.bounds.batch_size)
-    @rule()
-    def train(self) -> None:
-        """The oldest groups are consumed; without drops none of them is too stale."""
-        self.waiting.sort()
-        batch, self.waiting = self.waiting[: self.bounds.batch_size], self.waiting[self.bounds.batch_size :]
-
-        assert all(
-            not is_too_stale(v, version=self.state.version, max_staleness=self.bounds.max_staleness) for v in batch
-        )
-        self.state = self.state.advance(self.state.version + 1)
-
-    @precondition(lambda self: self.waiting)
-    @rule()
-    def drop(self) -> None:
-        """A waiting group is dropped and refunded."""
-        self.waiting.pop()
-        self.state = self.state.refund()
-
-    @rule()
-    def crash(self) -> None:
-        """Everything in memory is lost; recovery starts from the version alone."""
-        self.state = CapacityState.at_version(self.bounds, self.state.version)
-        self.running.clear()
-        self.waiting.clear()
-
     @invariant()
     def bounds_hold(self) -> None:
         """Neither more groups than may run at once, nor more than η + 1 batches ahead of what was consumed."""
@@ -176,9 +133,8 @@ class CapacityHistory(RuleBasedStateMachine):
             return
         ahead = self.state.accepted + self.state.running - self.state.version * self.bounds.batch_size
 
-        assert self.state.running <= self.bounds.max_concurrent
+        assert len(self.running) == self.state.running <= self.bounds.max_concurrent
         assert ahead <= (self.bounds.max_staleness + 1) * self.bounds.batch_size
-        assert len(self.running) == self.state.running
 
 
 TestCapacityHistory = CapacityHistory.TestCase

@@ -10,7 +10,7 @@ import anyio
 import pytest
 import torch
 from tests.stacks.inference_stack import InferenceStack, encode, open_inference_stack, renderer
-from tests.stacks.rollout_stack import Episode, Notebook, open_rollout_stack, problem_at
+from tests.stacks.rollout_stack import Episode, Notebook, open_rollout_stack, problems
 
 from areal_actors.client import create_http_client
 from areal_actors.domain import Problem
@@ -80,16 +80,16 @@ async def open_stage(
         notebook = Notebook()
         progress = await inference.system.spawn(notebook, name="progress")
         runner = RolloutRunner(
-            agent=workflow,
+            {"": workflow},
             peers=Peers(
                 sessions=inference.sessions, exports=inference.exports, capacity=inference.capacity, progress=progress
             ),
             endpoint=Endpoint(url="http://proxy", admin_key="key"),
             http_client=http_client,
             engine=EpisodeEngine(inference.generation, renderer()),
-            config=config or RolloutsConfig(group_size=2, episode_timeout_seconds=60),
-            problem_at=(lambda draw: problem_at(draw.position, draw.row)) if is_producing else None,
-            held_out=tuple(map(problem_at, range(2))),
+            configs={"": config or RolloutsConfig(group_size=2, episode_timeout_seconds=60)},
+            train={"": problems(1_000)} if is_producing else None,
+            held_out={"": problems(2)},
         )
         yield inference, await inference.system.spawn(runner, name="rollouts"), notebook
 

@@ -27,7 +27,6 @@ from areal_actors.messages import (
     ReportGang,
     ReportReady,
     RoleSpec,
-    TakeFailure,
     WeightsPublished,
 )
 from areal_actors.run.control_plane import DirectoryActor
@@ -103,7 +102,7 @@ async def test_directory_gives_up_silent_worker():
             await directory.ask(AwaitLapse(worker=NAME, incarnation=1))
         await directory.ask(ReportFailure(worker=NAME, incarnation=1, error={"a": 1}))
         reason = await directory.ask(AwaitLapse(worker=NAME, incarnation=1))
-        failure = await directory.ask(TakeFailure(worker=NAME, incarnation=1))
+        failure = await directory.ask(DismissWorker(worker=NAME, incarnation=1))
 
     assert patience.cancelled_caught
     assert "0.01 s" in reason

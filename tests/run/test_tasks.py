@@ -72,7 +72,7 @@ async def controller(directory: RunDirectory, *, life: int = 1000) -> AsyncItera
 
 async def be_rank(bootstrap: Bootstrap, problems: list[Exception]) -> None:
     async def locate() -> str:
-        return bootstrap.addresses[0]
+        return bootstrap.address
 
     async with reconnecting(locate, secret=SECRET, node=bootstrap.node) as line:
         try:
@@ -82,7 +82,7 @@ async def be_rank(bootstrap: Bootstrap, problems: list[Exception]) -> None:
 
 
 def first_of(listener: Listener) -> Bootstrap:
-    return Bootstrap(name="trainer-0", life=1000, addresses=(listener.address,), secret=SECRET, num_tasks=2)
+    return Bootstrap(name="trainer-0", life=1000, address=listener.address, secret=SECRET, num_tasks=2)
 
 
 async def test_task_joins_and_leaves_with_worker(directory, config):

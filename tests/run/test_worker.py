@@ -75,7 +75,7 @@ async def work(monkeypatch: pytest.MonkeyPatch, address: str, serve: Serve, *, r
             Bootstrap(
                 name="generation-0",
                 life=1000,
-                addresses=(address,),
+                address=address,
                 secret=SECRET,
                 rank=rank,
             )
@@ -171,7 +171,7 @@ def test_warning_before_bootstrap_message_does_not_end_worker():
 
 def test_worker_ends_with_its_parent():
     """Its standard input closes, also when nothing can be connected to."""
-    spec = b'{"name": "p", "life": 1, "addresses": ["unix:/nowhere/at/all.sock"], "secret": "%s"}\n' % (b"00" * 32)
+    spec = b'{"name": "p", "life": 1, "address": "unix:/nowhere/at/all.sock", "secret": "%s"}\n' % (b"00" * 32)
     command = [sys.executable, "-m", "areal_actors.worker"]
     ended = subprocess.run(command, input=spec, capture_output=True, timeout=120, check=False)
 

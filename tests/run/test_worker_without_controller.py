@@ -24,7 +24,7 @@ async def test_worker_ends_if_controller_is_gone_at_start(tmp_path, rank, caplog
     told = Bootstrap(
         name="trainer-0",
         life=1000,
-        addresses=(f"unix:{tmp_path}/home.sock",),
+        address=f"unix:{tmp_path}/home.sock",
         secret=b"a secret of a controller that is gone",
         rank=rank,
         num_tasks=2,

@@ -20,12 +20,12 @@ from areal_actors.schedulers.bootstrap import Bootstrap, read_bootstrap
 from areal_actors.schedulers.config import LocalConfig
 from areal_actors.schedulers.local import LocalScheduler
 
-CONTROLLER = ControllerAddress(addresses=("unix:/nowhere/home.sock",), secret=b"0123456789abcdef")
+CONTROLLER = ControllerAddress(address="unix:/nowhere/home.sock", secret=b"0123456789abcdef")
 
 TELLS = """
 import json, os, sys
 told = json.loads(sys.stdin.readline())
-facts = {"told": told, "gpus": os.environ["CUDA_VISIBLE_DEVICES"], "x": os.environ.get("X"), "at": os.getcwd()}
+facts = {"told": told, "gpus": os.environ["CUDA_VISIBLE_DEVICES"], "x": os.environ.get("X")}
 open(sys.argv[1], "w").write(json.dumps(facts))
 print("some words")
 """
@@ -51,9 +51,9 @@ def scheduler_of(tmp_path, program, *arguments, **config):
 
 @pytest.mark.anyio
 async def test_worker_gets_bootstrap_message_and_resources(tmp_path):
-    """Its order comes on standard input, and its GPUs, environment and directory are its own."""
+    """Its order comes on standard input, and its GPUs and environment are its own."""
     facts = tmp_path / "facts.json"
-    spec = spec_of(resources=Resources(gpus=2), environment={"X": "1"}, working_directory=tmp_path, life=3)
+    spec = spec_of(resources=Resources(gpus=2), environment={"X": "1"}, life=3)
     async with scheduler_of(tmp_path, TELLS, facts, gpus=("a", "b", "c")) as scheduler:
         async with scheduler.place(spec) as placement:
             status = await placement.wait_ended()
@@ -61,7 +61,7 @@ async def test_worker_gets_bootstrap_message_and_resources(tmp_path):
 
     told = json.loads(facts.read_text())
     assert (PlacementState.ENDED, 0) == (status.state, status.exit_code)
-    assert ("a,b", "1", str(tmp_path)) == (told["gpus"], told["x"], told["at"])
+    assert ("a,b", "1") == (told["gpus"], told["x"])
     assert Bootstrap.of(spec) == Bootstrap.from_line(json.dumps(told["told"]))
     assert ("a", "b", "c") == free.gpus
     assert "some words" in (tmp_path / "logs" / "worker-0.log").read_text()

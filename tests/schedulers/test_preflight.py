@@ -25,7 +25,7 @@ def bootstrap(directory, *, address="tcp://127.0.0.1:9", secret=SECRET, mode=0o6
     for name in ("exit", "bootstrap"):
         (directory / name).mkdir(exist_ok=True)
     path = directory / "bootstrap" / "x.json"
-    told = {"name": "x", "life": 0, "addresses": [address], "secret": secret.hex()} if words is None else words
+    told = {"name": "x", "life": 0, "address": address, "secret": secret.hex()} if words is None else words
     path.write_text(json.dumps(told))
     path.chmod(mode)
     return str(path)
@@ -34,7 +34,7 @@ def bootstrap(directory, *, address="tcp://127.0.0.1:9", secret=SECRET, mode=0o6
 @given(life=st.integers(0, 5000), num_restarts=st.integers(0, 9))
 def test_bootstrap_round_trips_and_counts_restarts_as_incarnations(life, num_restarts):
     """A worker that the cluster has started again is another incarnation."""
-    told = Bootstrap(name="x", life=life, addresses=("a",), secret=b"s")
+    told = Bootstrap(name="x", life=life, address="a", secret=b"s")
 
     assert told == Bootstrap.from_line(told.to_line())
     assert life + num_restarts == Bootstrap.from_line(told.to_line(), num_restarts=num_restarts).life

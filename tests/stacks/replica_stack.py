@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from copy import copy
 from itertools import count as numbers
 from pathlib import Path
 
@@ -13,17 +14,9 @@ from attrs import define, field
 
 from areal_actors.domain import Chunk, EngineRequest, Ints, SampleKey, Sampling, Snapshot
 from areal_actors.errors import ModelError
-from areal_actors.generation.replicas import ReplicaSet, ReplicaSetConfig
+from areal_actors.generation.replicas import Replica, ReplicaSet, ReplicaSetConfig
 from areal_actors.kernel import ActorSystem, Ref
-from areal_actors.messages import (
-    AddReplica,
-    DescribeReplicas,
-    Generate,
-    Generation,
-    PublishWeights,
-    Replicas,
-    ReplicaView,
-)
+from areal_actors.messages import AddReplica, Generate, Generation, PublishWeights, Replicas
 from areal_actors.run.inference import spawn_generation
 from areal_actors.testing.engines import EchoEngine
 
@@ -91,6 +84,7 @@ class ReplicaStack:
     """What is open, and short ways to ask it."""
 
     system: ActorSystem
+    actor: ReplicaSet
     router: Ref[Generation | Replicas]
     engines: dict[str, CountingEngine] = field(factory=dict)
     refs: dict[str, Ref[Generation]] = field(factory=dict)
@@ -114,11 +108,12 @@ class ReplicaStack:
         snapshot = in_memory(version) if is_lent else on_disk(version)
         return await self.router.ask(PublishWeights(snapshot=snapshot))
 
-    async def views(self) -> dict[str, ReplicaView]:
-        return {view.name: view for view in await self.router.ask(DescribeReplicas())}
+    def views(self) -> dict[str, Replica]:
+        """Copies of the replicas by name."""
+        return {name: copy(replica) for name, replica in self.actor.replicas.items()}
 
-    async def states(self) -> dict[str, str]:
-        return {name: str(view.state) for name, view in (await self.views()).items()}
+    def states(self) -> dict[str, str]:
+        return {name: str(replica.state) for name, replica in self.actor.replicas.items()}
 
     async def generate(self, asked: EngineRequest | None = None) -> list[Chunk]:
         """All chunks of a generation."""
@@ -133,8 +128,8 @@ async def open_replica_stack(
     """A router with replicas of these names, all serving. What hangs for too long fails."""
     with anyio.fail_after(20_000):
         async with ActorSystem.open() as system:
-            router = await system.spawn(ReplicaSet(config, version=version), name="router")
-            stack = ReplicaStack(system, router)
+            actor = ReplicaSet(config, version=version)
+            stack = ReplicaStack(system, actor, await system.spawn(actor, name="router"))
             for name in names:
                 await stack.add(name, CountingEngine(version=version))
             yield stack

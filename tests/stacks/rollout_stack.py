@@ -11,6 +11,7 @@ import httpx
 from attrs import define, field, frozen
 from tests.stacks.inference_stack import InferenceStack, open_inference_stack, say
 
+from areal_actors.datasets import Problems
 from areal_actors.domain import Answer, Problem, SessionId
 from areal_actors.kernel import Actor, Ref
 from areal_actors.messages import (
@@ -163,7 +164,7 @@ async def open_rollout_stack(
         notebook = Notebook()
         progress = await inference.system.spawn(notebook, name="progress")
         runner = RolloutRunner(
-            agent=Acting(inference, act) if num_seats is None else Seated(Acting(inference, act), num_seats),
+            {"": Acting(inference, act) if num_seats is None else Seated(Acting(inference, act), num_seats)},
             peers=Peers(
                 sessions=inference.sessions,
                 exports=inference.exports,
@@ -173,13 +174,13 @@ async def open_rollout_stack(
             ),
             endpoint=Endpoint(url="http://proxy", admin_key="key"),
             http_client=http_client,
-            config=config or RolloutsConfig(group_size=2, episode_timeout_seconds=60),
-            problem_at=(lambda draw: problem_at(draw.position, draw.row)) if is_producing else None,
-            held_out=tuple(map(problem_at, range(held_out))),
+            configs={"": config or RolloutsConfig(group_size=2, episode_timeout_seconds=60)},
+            train={"": problems(1_000)} if is_producing else None,
+            held_out={"": problems(held_out)} if held_out else {},
         )
         yield RolloutStack(inference, await inference.system.spawn(runner, name="rollouts"), progress, notebook)
 
 
-def problem_at(position: int, row: int | None = None) -> Problem:
-    """Any number of problems."""
-    return Problem(position=position, data={"question": f"what is {position}?", "row": row})
+def problems(num: int) -> Problems:
+    """Problems in their order."""
+    return Problems([{"question": f"what is {position}?"} for position in range(num)], is_shuffled=False)

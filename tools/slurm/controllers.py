@@ -121,7 +121,7 @@ async def test_unshared_directory_is_named(tmp_path):
     """The node cannot even open the log: the end says what to look at."""
     if why_not() or why_no_namespaces():
         pytest.skip(why_not() or why_no_namespaces())
-    nowhere = ControllerAddress(addresses=("tcp://127.0.0.1:9",), secret=SECRET)
+    nowhere = ControllerAddress(address="tcp://127.0.0.1:9", secret=SECRET)
     with (
         tempfile.TemporaryDirectory(prefix="private-", dir="/tmp") as directory,
         open_cluster(

@@ -34,7 +34,7 @@ from difflib import get_close_matches
 from functools import partial
 from importlib.util import find_spec
 from queue import Full, Queue
-from typing import Any, Protocol
+from typing import Any
 
 from attrs import frozen
 
@@ -80,7 +80,7 @@ class TrackedRun:
             found = yaml.safe_load(self.directory.config.read_text(encoding="utf-8"))
         except (OSError, yaml.YAMLError):
             return {}
-        return _flatten(found) if isinstance(found, dict) else {}
+        return flatten_settings(found) if isinstance(found, dict) else {}
 
     def recall(self, tracker: str) -> dict[str, str]:
         """Return what ``remember`` stored for ``tracker``. A new run has a new directory, and so nothing stored."""
@@ -94,17 +94,18 @@ class TrackedRun:
             atomic_write(path, json.dumps(load_object(path) | {tracker: names}))
 
 
-def _flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested settings by dotted paths, with keys and passwords hidden."""
     flat: dict[str, Any] = {}
     for key, value in settings.items():
         name = f"{prefix}{key}"
         if _SECRET.search(str(key)) and isinstance(value, str | list):
             flat[name] = "***"
         elif isinstance(value, Mapping) and value:
-            flat |= _flatten(value, f"{name}.")
+            flat |= flatten_settings(value, f"{name}.")
         elif isinstance(value, list):
             # Items may be sections with secrets of their own; a tracker stores the list as text.
-            flat[name] = str([_flatten(item) if isinstance(item, Mapping) else item for item in value])
+            flat[name] = str([flatten_settings(item) if isinstance(item, Mapping) else item for item in value])
         else:
             flat[name] = value
     return flat
@@ -113,161 +114,133 @@ def _flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 # ----------------------------------------------------------------------------------------------------- trackers
 
 
-class Tracker(Protocol):
+@frozen(kw_only=True)
+class Tracker:
     """An open tracker. All calls come from one thread and may block; errors are reported and counted."""
 
-    def log(self, values: dict[str, float], step: int) -> None:
-        """Record numbers of a step. Several records may have the same step."""
-        ...
-
-    def finish(self, status: RunStatus) -> None:
-        """Send everything, and end the run as ``status`` says."""
-        ...
+    log: Callable[[dict[str, float], int], object]
+    """Records numbers of a step. Several records may have the same step."""
+    finish: Callable[[RunStatus], object]
+    """Sends everything, and ends the run as its status says."""
 
 
-class Tensorboard:
-    """Event files in the run directory; options are those of ``tensorboardX.SummaryWriter``.
+def _open_tensorboard(run: TrackedRun, options: Mapping[str, Any]) -> Tracker:
+    """Write event files in the run directory; options are those of ``tensorboardX.SummaryWriter``.
 
     Events that a crashed run wrote after its checkpoint are hidden.
     """
+    from tensorboardX import SummaryWriter
 
-    def __init__(self, run: TrackedRun, options: Mapping[str, Any]) -> None:
-        from tensorboardX import SummaryWriter
+    purge_step = None if run.resumed_step is None else run.resumed_step + 1
+    own = {"logdir": str(run.directory.tensorboard), "purge_step": purge_step, "flush_secs": 10}
+    writer = SummaryWriter(**{**own, **options})
+    if purge_step is None and (settings := run.settings()):
+        writer.add_text("config", f"```json\n{json.dumps(settings, indent=2)}\n```")
 
-        resumed = run.resumed_step
-        purge_step = None if resumed is None else resumed + 1
-        self._writer = SummaryWriter(
-            **{"logdir": str(run.directory.tensorboard), "purge_step": purge_step, "flush_secs": 10, **options}
-        )
-        if resumed is None and (settings := run.settings()):
-            self._writer.add_text("config", f"```json\n{json.dumps(settings, indent=2)}\n```")
-
-    def log(self, values: dict[str, float], step: int) -> None:
-        """Write scalars."""
+    def log(values: dict[str, float], step: int) -> None:
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+            writer.add_scalar(name, value, step)
 
-    def finish(self, status: RunStatus) -> None:  # noqa: ARG002 - TensorBoard has no states
-        """Flush and close the event file."""
-        self._writer.close()
+    return Tracker(log=log, finish=lambda _: writer.close())
 
 
-class Wandb:
-    """A run of Weights & Biases; options are those of ``wandb.init``. The project is the experiment, the run the trial.
+def _open_wandb(run: TrackedRun, options: Mapping[str, Any]) -> Tracker:
+    """Open a run of Weights & Biases; options are those of ``wandb.init``.
 
-    Offline (``mode: offline`` or ``WANDB_MODE=offline``), files for ``wandb sync`` are written below ``wandb/`` in the
-    run directory.
+    The project is the experiment, the run the trial. Offline (``mode: offline`` or ``WANDB_MODE=offline``), files for
+    ``wandb sync`` are written below ``wandb/`` in the run directory. wandb merges records of one step, and ignores
+    steps that it has left behind.
     """
+    import wandb
 
-    def __init__(self, run: TrackedRun, options: Mapping[str, Any]) -> None:
-        import wandb
-
-        mode = options.get("mode") or os.environ.get("WANDB_MODE") or "online"
-        # wandb would ask at the terminal, and the run would wait.
-        if mode == "online" and not wandb.api.api_key:
-            raise ConfigError(
-                "wandb has no API key: log in with 'wandb login' or WANDB_API_KEY, or set WANDB_MODE=offline"
-            )
-        identity = run.recall("wandb").get("id") or secrets.token_hex(4)
-        own: dict[str, Any] = {"project": run.experiment, "name": run.trial, "id": identity, "resume": "allow"}
-        # The output of the run stays its own; a second reader of the terminal would garble the display.
-        quiet = wandb.Settings(console="off", silent=True)
-        own |= {"dir": str(run.directory.path), "config": run.settings(), "settings": quiet}
-        self._run: Any = wandb.init(**{**own, **options})
-        run.remember("wandb", id=identity)
-
-    def log(self, values: dict[str, float], step: int) -> None:
-        """Record numbers. wandb merges records of one step, and ignores steps that it has left behind."""
-        self._run.log(values, step=step)
-
-    def finish(self, status: RunStatus) -> None:
-        """Finish the run: as finished, killed or failed."""
-        self._run.finish(exit_code=_EXIT_CODES.get(status, 1))
+    mode = options.get("mode") or os.environ.get("WANDB_MODE") or "online"
+    # wandb would ask at the terminal, and the run would wait.
+    if mode == "online" and not wandb.api.api_key:
+        raise ConfigError("wandb has no API key: log in with 'wandb login' or WANDB_API_KEY, or set WANDB_MODE=offline")
+    identity = run.recall("wandb").get("id") or secrets.token_hex(4)
+    own: dict[str, Any] = {"project": run.experiment, "name": run.trial, "id": identity, "resume": "allow"}
+    # The output of the run stays its own; a second reader of the terminal would garble the display.
+    quiet = wandb.Settings(console="off", silent=True)
+    own |= {"dir": str(run.directory.path), "config": run.settings(), "settings": quiet}
+    opened = wandb.init(**{**own, **options})
+    run.remember("wandb", id=identity)
+    return Tracker(
+        log=lambda values, step: opened.log(values, step=step),
+        finish=lambda status: opened.finish(exit_code=_EXIT_CODES.get(status, 1)),
+    )
 
 
-class Mlflow:
-    """A run of MLflow. Options: ``tracking_uri``, ``experiment_name``, ``run_name`` and ``tags``.
+def _open_mlflow(run: TrackedRun, options: Mapping[str, Any]) -> Tracker:
+    """Open a run of MLflow. Options: ``tracking_uri``, ``experiment_name``, ``run_name`` and ``tags``.
 
     Without a ``tracking_uri`` or ``MLFLOW_TRACKING_URI``, it is stored in ``mlflow.db`` in the run directory.
+    Characters that MLflow does not allow in names become underscores.
     """
+    from mlflow import MlflowClient
+    from mlflow.entities import Metric, Param
 
-    def __init__(self, run: TrackedRun, options: Mapping[str, Any]) -> None:
-        from mlflow import MlflowClient
-        from mlflow.entities import Param
-
-        local = f"sqlite:///{run.directory.path / 'mlflow.db'}"
-        uri = options.get("tracking_uri") or os.environ.get("MLFLOW_TRACKING_URI") or local
-        self._client = MlflowClient(tracking_uri=uri)
-        known = run.recall("mlflow")
-        if known.get("tracking_uri") == uri:
-            self._id = known["run_id"]
-            self._client.update_run(self._id, status="RUNNING")
-            return
+    local = f"sqlite:///{run.directory.path / 'mlflow.db'}"
+    uri = options.get("tracking_uri") or os.environ.get("MLFLOW_TRACKING_URI") or local
+    client, known = MlflowClient(tracking_uri=uri), run.recall("mlflow")
+    if known.get("tracking_uri") == uri:
+        number = known["run_id"]
+        client.update_run(number, status="RUNNING")
+    else:
         name = options.get("experiment_name") or run.experiment
-        experiment = self._client.get_experiment_by_name(name)
+        experiment = client.get_experiment_by_name(name)
         # A server decides where its artifacts are.
         place = (run.directory.path / "mlartifacts").as_uri() if uri == local else None
-        self._id = self._client.create_run(
-            experiment.experiment_id if experiment else self._client.create_experiment(name, artifact_location=place),
+        number = client.create_run(
+            experiment.experiment_id if experiment else client.create_experiment(name, artifact_location=place),
             run_name=options.get("run_name") or run.trial,
             tags={"areal_actors.run_directory": str(run.directory.path), **options.get("tags", {})},
         ).info.run_id
-        run.remember("mlflow", run_id=self._id, tracking_uri=uri)
+        run.remember("mlflow", run_id=number, tracking_uri=uri)
         found = [Param(name, str(value)[:_MAX_PARAMETER]) for name, value in run.settings().items()]
         # MLflow takes at most 100 parameters in one request.
         for start in range(0, len(found), 100):
-            self._client.log_batch(self._id, params=found[start : start + 100])
+            client.log_batch(number, params=found[start : start + 100])
 
-    def log(self, values: dict[str, float], step: int) -> None:
-        """Record numbers. Characters that MLflow does not allow in names become underscores."""
-        from mlflow.entities import Metric
-
+    def log(values: dict[str, float], step: int) -> None:
         now = int(time.time() * 1000)
         found = [Metric(re.sub(r"[^\w\-. /]", "_", name), value, now, step) for name, value in values.items()]
-        self._client.log_batch(self._id, metrics=found)
+        client.log_batch(number, metrics=found)
 
-    def finish(self, status: RunStatus) -> None:
-        """Mark the run as finished, killed or failed."""
-        self._client.set_terminated(self._id, _MLFLOW_STATES.get(status, "FAILED"))
+    return Tracker(log=log, finish=lambda status: client.set_terminated(number, _MLFLOW_STATES.get(status, "FAILED")))
 
 
-class Trackio:
-    """A run of trackio; options are those of ``trackio.init``. ``TRACKIO_DIR`` says where it is stored.
+def _open_trackio(run: TrackedRun, options: Mapping[str, Any]) -> Tracker:
+    """Open a run of trackio; options are those of ``trackio.init``. ``TRACKIO_DIR`` says where it is stored.
 
     The project is the experiment, the run the trial; ``trackio show`` displays it.
     """
+    import trackio
 
-    def __init__(self, run: TrackedRun, options: Mapping[str, Any]) -> None:
-        import trackio
+    resume = "allow" if run.recall("trackio") else "never"
+    own = {"project": run.experiment, "name": run.trial, "config": run.settings(), "resume": resume, "embed": False}
+    # Standard output belongs to the command.
+    with redirect_stdout(sys.stderr):
+        opened: Any = trackio.init(**{**own, **options})
+    run.remember("trackio", name=run.trial)
 
-        resume = "allow" if run.recall("trackio") else "never"
-        own = {"project": run.experiment, "name": run.trial, "config": run.settings(), "resume": resume, "embed": False}
-        # Standard output belongs to the command.
+    def finish(_: RunStatus) -> None:
         with redirect_stdout(sys.stderr):
-            self._run: Any = trackio.init(**{**own, **options})
-        run.remember("trackio", name=run.trial)
+            opened.finish()
 
-    def log(self, values: dict[str, float], step: int) -> None:
-        """Record numbers."""
-        self._run.log(values, step=step)
-
-    def finish(self, status: RunStatus) -> None:  # noqa: ARG002 - trackio has no states
-        """Finish the run."""
-        with redirect_stdout(sys.stderr):
-            self._run.finish()
+    return Tracker(log=lambda values, step: opened.log(values, step=step), finish=finish)
 
 
 @frozen
 class _Kind:
-    create: Callable[[TrackedRun, Mapping[str, Any]], Tracker]
+    open: Callable[[TrackedRun, Mapping[str, Any]], Tracker]
     package: str
 
 
 TRACKERS = {
-    "tensorboard": _Kind(Tensorboard, "tensorboardX"),
-    "wandb": _Kind(Wandb, "wandb"),
-    "mlflow": _Kind(Mlflow, "mlflow"),
-    "trackio": _Kind(Trackio, "trackio"),
+    "tensorboard": _Kind(_open_tensorboard, "tensorboardX"),
+    "wandb": _Kind(_open_wandb, "wandb"),
+    "mlflow": _Kind(_open_mlflow, "mlflow"),
+    "trackio": _Kind(_open_trackio, "trackio"),
 }
 """Trackers by name: how each is opened, and the package that it needs."""
 
@@ -301,22 +274,20 @@ def parse_trackers(entries: Sequence[str | Mapping[str, Any]]) -> dict[str, Mapp
 
 def require_trackers(names: Sequence[str]) -> None:
     """Raise ``ConfigError`` if the package of a tracker is not installed, with the line that installs it."""
-    packages = {name: TRACKERS[name].package for name in names}
-    specs = {name: find_spec(package) for name, package in packages.items()}
-    # A directory of that name, such as the one in which wandb keeps its runs, is a package without a file.
-    missing = [name for name, spec in specs.items() if spec is None or spec.origin is None]
+    missing = []
+    for name in names:
+        package = TRACKERS[name].package
+        spec = find_spec(package)
+        # A directory of that name, such as the one in which wandb keeps its runs, is a package without a file.
+        if spec is None or spec.origin is None:
+            missing.append(f"logging.trackers: {package} is not installed: pip install 'areal_actors[{name}]'")
     if missing:
-        raise ConfigError(
-            tuple(
-                f"logging.trackers: {packages[name]} is not installed: pip install 'areal_actors[{name}]'"
-                for name in missing
-            )
-        )
+        raise ConfigError(tuple(missing))
 
 
 def create_trackers(trackers: Mapping[str, Mapping[str, Any]], run: TrackedRun) -> list[TrackerWriter]:
     """Return the writers of the trackers, with their options by name."""
-    return [TrackerWriter(name, partial(TRACKERS[name].create, run, options)) for name, options in trackers.items()]
+    return [TrackerWriter(name, partial(TRACKERS[name].open, run, options)) for name, options in trackers.items()]
 
 
 # ------------------------------------------------------------------------------------------------------- writer

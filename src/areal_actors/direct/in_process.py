@@ -107,10 +107,6 @@ class InlineRef(Ref[P]):
         """Call the handler, wait until it has finished, and raise its errors."""
         await self.ask(message)
 
-    def tell_nowait(self, message: Message[P, Any]) -> None:
-        """Raise ``ProtocolError``: there is no mailbox to store the message."""
-        raise ProtocolError(f"{self.name} has no mailbox; use tell for {type(message).__name__}.")
-
     @asynccontextmanager
     async def stream(
         self,

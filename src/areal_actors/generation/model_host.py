@@ -24,7 +24,7 @@ from attrs import define, field, frozen
 from attrs.validators import ge
 
 from areal_actors.domain import Credential, TrainedModel
-from areal_actors.errors import ActorStopped, ArealError, MailboxFull, ModelError, Unavailable, Unprocessable
+from areal_actors.errors import ActorStopped, ArealError, ModelError, Unavailable, Unprocessable
 from areal_actors.kernel import Actor, BackgroundTasks, Context, Ref
 from areal_actors.lib.change_signal import ChangeSignal
 from areal_actors.lib.settings import constant
@@ -40,6 +40,8 @@ from areal_actors.messages import (
 )
 
 _log = get_logger(__name__)
+
+_FORGET_SECONDS = 5.0
 
 
 @frozen(kw_only=True)
@@ -150,9 +152,9 @@ class ModelHost(Actor[Models]):
                 )
                 await anyio.sleep_forever()
             finally:
-                with suppress(ActorStopped, MailboxFull):
-                    # Without waiting, because this also runs while the borrower is being cancelled.
-                    stack.sessions.tell_nowait(ForgetSession(session=opened.session))
+                # Shielded, because this also runs while the borrower is being cancelled.
+                with anyio.move_on_after(_FORGET_SECONDS, shield=True), suppress(ActorStopped):
+                    await stack.sessions.tell(ForgetSession(session=opened.session))
         finally:
             self._give_back(slot)
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
+from enum import StrEnum
 from functools import partial
 from typing import Protocol
 
@@ -54,15 +55,12 @@ from areal_actors.lib.telemetry import get_logger
 from areal_actors.messages import (
     AddReplica,
     DescribeEngine,
-    DescribeReplicas,
     EngineView,
     Generate,
     Generation,
     PauseGeneration,
     PublishWeights,
     Replicas,
-    ReplicaState,
-    ReplicaView,
     ResumeGeneration,
 )
 
@@ -121,6 +119,20 @@ class EngineSet:
     config: ReplicaSetConfig
 
 
+class ReplicaState(StrEnum):
+    """State of a replica as its set sees it."""
+
+    JOINING = "joining"
+    """It gets no requests: it is being given the weights and the pause of all replicas, or failed to take them.
+
+    The set retries until it succeeds.
+    """
+    SERVING = "serving"
+    """It gets requests."""
+    GONE = "gone"
+    """It has died. The component that restarts it adds it again."""
+
+
 @define(eq=False, kw_only=True)
 class Replica:
     """A generation actor of the set, and its state.
@@ -134,8 +146,8 @@ class Replica:
     state: ReplicaState = ReplicaState.JOINING
     version: int | None = None
     """Version of its weights; ``None`` while they are unknown or undefined, as during a load."""
-    num_running: int = 0
-    """Number of generations that run here."""
+    attempts: set[Attempt] = field(factory=set)
+    """The generations that run here."""
     turn: int = 0
     """Number of the choice at which it was last selected."""
     wakeup: anyio.Event = field(factory=anyio.Event)
@@ -151,7 +163,6 @@ class Replica:
     """Consecutive failed generations."""
     lock: anyio.Lock = field(factory=anyio.Lock)
     """Held while it is given weights or a pause."""
-    _attempts: set[Attempt] = field(factory=set)
 
     @property
     def is_serving(self) -> bool:
@@ -166,33 +177,16 @@ class Replica:
     @property
     def load(self) -> float:
         """The share of its capacity that is in use."""
-        return self.num_running / ((self.info and self.info.max_concurrent) or 1)
-
-    @property
-    def view(self) -> ReplicaView:
-        """The public view of it."""
-        return ReplicaView(
-            name=self.name, state=self.state, version=self.version, num_running=self.num_running, error=self.error
-        )
+        return len(self.attempts) / ((self.info and self.info.max_concurrent) or 1)
 
     def can_serve(self, version: int) -> bool:
         """Return whether it may get requests that were promised weights of at least ``version``."""
         # Not through ``is_serving``: each attempt asks about every replica, and the call took 3 µs for 16 of them.
         return self.state is ReplicaState.SERVING and self.version is not None and self.version >= version
 
-    def begin(self, attempt: Attempt) -> None:
-        """Register a generation that runs here until ``end``."""
-        self._attempts.add(attempt)
-        self.num_running += 1
-
-    def end(self, attempt: Attempt) -> None:
-        """Remove a generation that ran here."""
-        self._attempts.discard(attempt)
-        self.num_running -= 1
-
     def move_generations(self) -> None:
         """Have all generations here continue on other replicas."""
-        for attempt in tuple(self._attempts):
+        for attempt in tuple(self.attempts):
             attempt.move()
 
     def reset(self, state: ReplicaState, reason: str) -> None:
@@ -301,7 +295,8 @@ class ReplicaSet(Actor[Generation | Replicas]):
             may_go_back: accept versions older than published ones, from a set above that decides about them.
         """
         self._config = config or ReplicaSetConfig()
-        self._replicas: dict[str, Replica] = {}
+        self.replicas: dict[str, Replica] = {}
+        """The replicas by name, in the order in which they were added."""
         self._changed = ChangeSignal()
         """Notified when the state of a replica or of all of them changes."""
         self._version = version
@@ -344,7 +339,7 @@ class ReplicaSet(Actor[Generation | Replicas]):
 
     @property
     def _serving(self) -> list[Replica]:
-        return [replica for replica in self._replicas.values() if replica.is_serving]
+        return [replica for replica in self.replicas.values() if replica.is_serving]
 
     # --------------------------------------------------------------------------------------------- generation
 
@@ -362,7 +357,7 @@ class ReplicaSet(Actor[Generation | Replicas]):
             if self._info is not None:
                 generation.fit(self._info.context_length)
             attempt = Attempt(self._new_scope)
-            replica.begin(attempt)
+            replica.attempts.add(attempt)
             try:
                 request = Generate(request=generation.next_request())
                 async with replica.ref.stream(request, buffer_size=_BUFFER_SIZE) as chunks:
@@ -372,7 +367,7 @@ class ReplicaSet(Actor[Generation | Replicas]):
                 await anyio.lowlevel.checkpoint_if_cancelled()  # the deadline may be the caller's
                 failure = error
             finally:
-                replica.end(attempt)
+                replica.attempts.discard(attempt)
             if generation.is_over:
                 replica.num_failures = 0
                 return
@@ -425,7 +420,7 @@ class ReplicaSet(Actor[Generation | Replicas]):
         """
         key, pins = generation.request.routing_key, self._pins
         version = max(self._version, generation.version)
-        replica = choose(self._replicas, pinned=pins.get(key), version=version, failed_at=generation.failed_at)
+        replica = choose(self.replicas, pinned=pins.get(key), version=version, failed_at=generation.failed_at)
         if replica is None:
             return None
         self._num_turns += 1
@@ -438,7 +433,7 @@ class ReplicaSet(Actor[Generation | Replicas]):
         return replica
 
     def _unavailable(self, version: int) -> Unavailable:
-        states = ", ".join(f"{each.name} {each.state}" for each in self._replicas.values()) or "none is known"
+        states = ", ".join(f"{each.name} {each.state}" for each in self.replicas.values()) or "none is known"
         return Unavailable(
             f"No replica has served version {version} within {self._config.wait_seconds:g} s ({states}); "
             "the request may be repeated.",
@@ -504,7 +499,7 @@ class ReplicaSet(Actor[Generation | Replicas]):
         # available later, so joining replicas are sent those at once.
         is_lent = snapshot.path is None
         states = {ReplicaState.SERVING} | ({ReplicaState.JOINING} if is_lent else set())
-        asked = [replica for replica in self._replicas.values() if replica.state in states]
+        asked = [replica for replica in self.replicas.values() if replica.state in states]
         await self._update_all(asked, snapshot)
         failing = [replica for replica in asked if replica.state is ReplicaState.JOINING]
         # A replica that was lost meanwhile loads a lasting snapshot when it is back.
@@ -624,7 +619,7 @@ class ReplicaSet(Actor[Generation | Replicas]):
 
     def _wake_joining(self) -> None:
         """Have joining replicas try again now."""
-        for replica in self._replicas.values():
+        for replica in self.replicas.values():
             if replica.state is ReplicaState.JOINING:
                 replica.wakeup.set()
 
@@ -640,16 +635,11 @@ class ReplicaSet(Actor[Generation | Replicas]):
         watcher = self._watchers[replica] = partial(self._handle_down, replica)
         # First, because it raises for a ref that cannot be watched.
         message.ref.watch(watcher)
-        if (former := self._replicas.pop(message.name, None)) is not None:
+        if (former := self.replicas.pop(message.name, None)) is not None:
             self._end(former, "it was replaced")
             former.move_generations()
-        self._replicas[replica.name] = replica
+        self.replicas[replica.name] = replica
         self._tasks.start_soon(self._keep_joined, replica, name=f"replica {replica.name}")
-
-    @DescribeReplicas.handler
-    async def describe_replicas(self, message: DescribeReplicas) -> tuple[ReplicaView, ...]:  # noqa: ARG002
-        """Return all replicas."""
-        return tuple(replica.view for replica in self._replicas.values())
 
     @DescribeEngine.handler(concurrency=64)
     async def describe(self, message: DescribeEngine) -> EngineView:  # noqa: ARG002

@@ -146,16 +146,6 @@ class Ref(ABC, Generic[P_contra]):
         """
 
     @abstractmethod
-    def tell_nowait(self, message: Message[P_contra, Any]) -> None:
-        """Put ``message`` in the mailbox as ``tell`` does, but never wait.
-
-        Raises:
-            MailboxFull: there is no room, or other senders wait for it.
-            ActorStopped: the actor no longer takes messages.
-            ProtocolError: the actor has no handler for this message.
-        """
-
-    @abstractmethod
     def stream(
         self, message: StreamMessage[P_contra, Item], *, buffer_size: int = 16
     ) -> AbstractAsyncContextManager[AsyncIterator[Item]]:

@@ -26,7 +26,7 @@ from anyio.abc import TaskGroup
 from anyio.lowlevel import checkpoint
 from attrs import define, evolve, frozen
 
-from areal_actors.errors import ActorError, ActorStopped, ConfigError, MailboxFull, ProtocolError
+from areal_actors.errors import ActorError, ActorStopped, ConfigError, ProtocolError
 from areal_actors.kernel.asks import (
     Ask,
     Frame,
@@ -725,20 +725,6 @@ class LocalRef(Ref[P_contra], Generic[P_contra]):
             raise self._unhandled(message)
         if not self._offer(message):
             await self._tell_slowly(message)
-
-    def tell_nowait(self, message: Message[P_contra, Any]) -> None:
-        """Put ``message`` in the mailbox without waiting; see ``Ref.tell_nowait``."""
-        cell = self.cell
-        if message.__class__ not in self._tellable:
-            raise self._unhandled(message)
-        if self._offer(message):
-            return
-        if cell.mailbox.closed:
-            raise self.stopped(message)
-        raise MailboxFull(
-            f"the mailbox of actor {cell.name!r} holds {cell.mailbox.bound} messages and is full; "
-            f"use 'await tell' to wait for room, or spawn it with a larger mailbox_size"
-        )
 
     def stream(self, message: StreamMessage[P_contra, Item], *, buffer_size: int = 16) -> Stream[Item]:
         """Open a stream of items; see ``Ref.stream``."""

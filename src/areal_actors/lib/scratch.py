@@ -1,7 +1,7 @@
-"""Temporary directories that are removed even if this process is killed: the next process that needs one does.
+"""Directories that are removed even if their process is killed: the next process that needs one does.
 
-Each process has one directory below ``areal-<user>`` in the system's temporary directory, with a file that it locks for
-as long as it lives. A directory whose lock is free belongs to a process that has ended.
+Each has a file that its process locks for as long as it lives. A directory whose lock is free belongs to a process that
+has ended. The temporary directory of each process is below ``areal-<user>`` in that of the system.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from secrets import token_hex
 
 from areal_actors.errors import ConfigError
 from areal_actors.lib.locks import NO_LOCKS, take
@@ -34,7 +35,37 @@ def process_directory() -> Path:
     status = root.lstat()
     if root.is_symlink() or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise ConfigError(f"{root} belongs to another user, or can be used by others; remove it, or set TMPDIR.")
-    for directory in root.iterdir():
+    remove_abandoned(root)
+    # The lock is never released: it ends with this process, in whatever way.
+    own, _ = claim_directory(root)
+    atexit.register(shutil.rmtree, own, ignore_errors=True)
+    return own
+
+
+def claim_directory(root: Path, prefix: str = "") -> tuple[Path, int | None]:
+    """Create a directory in ``root`` that ``remove_abandoned`` leaves alone until its lock is released.
+
+    The lock is a descriptor to close, or ``None`` on a file system without locks, where no process removes it.
+    """
+    # Repeated if another process took the directory for a dead one's, between its creation and its lock.
+    while True:
+        own = root / f"{prefix}{os.getpid()}-{token_hex(4)}"
+        own.mkdir()
+        try:
+            descriptor = take(own / _LOCK)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            return own, None
+        if descriptor is not None and (own / _LOCK).exists():
+            return own, descriptor
+
+
+def remove_abandoned(root: Path, prefix: str = "") -> None:
+    """Remove the directories that processes on any machine have claimed in ``root``, and that have ended since."""
+    for directory in root.glob(f"{prefix}*"):
         with suppress(OSError):
             if not (directory / _LOCK).exists():
                 # Just created, or nearly removed; an old one was left between the two.
@@ -45,22 +76,6 @@ def process_directory() -> Path:
             if descriptor is not None:
                 remove(directory)
                 os.close(descriptor)
-    own, is_locked = root, False
-    # Repeated if another process took the directory for a dead one's, between its creation and its lock.
-    while not is_locked:
-        own = Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=root))
-        try:
-            # The descriptor is never closed: the lock ends with this process, in whatever way.
-            is_locked = take(own / _LOCK) is not None and (own / _LOCK).exists()
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            # Without locks, other processes cannot lock it either, and leave it alone.
-            if error.errno not in NO_LOCKS:
-                raise
-            is_locked = True
-    atexit.register(shutil.rmtree, own, ignore_errors=True)
-    return own
 
 
 @contextmanager

@@ -63,7 +63,6 @@ from areal_actors.messages.directory import ReportFailure as ReportFailure
 from areal_actors.messages.directory import ReportGang as ReportGang
 from areal_actors.messages.directory import ReportReady as ReportReady
 from areal_actors.messages.directory import RoleSpec as RoleSpec
-from areal_actors.messages.directory import TakeFailure as TakeFailure
 from areal_actors.messages.directory import WeightsPublished as WeightsPublished
 from areal_actors.messages.exports import AcknowledgeLease as AcknowledgeLease
 from areal_actors.messages.exports import BeginGroup as BeginGroup
@@ -80,15 +79,12 @@ from areal_actors.messages.exports import StoreEpisodes as StoreEpisodes
 from areal_actors.messages.exports import UntrainedGroup as UntrainedGroup
 from areal_actors.messages.generation import AddReplica as AddReplica
 from areal_actors.messages.generation import DescribeEngine as DescribeEngine
-from areal_actors.messages.generation import DescribeReplicas as DescribeReplicas
 from areal_actors.messages.generation import EngineView as EngineView
 from areal_actors.messages.generation import Generate as Generate
 from areal_actors.messages.generation import Generation as Generation
 from areal_actors.messages.generation import PauseGeneration as PauseGeneration
 from areal_actors.messages.generation import PublishWeights as PublishWeights
 from areal_actors.messages.generation import Replicas as Replicas
-from areal_actors.messages.generation import ReplicaState as ReplicaState
-from areal_actors.messages.generation import ReplicaView as ReplicaView
 from areal_actors.messages.generation import ResumeGeneration as ResumeGeneration
 from areal_actors.messages.models import ListModels as ListModels
 from areal_actors.messages.models import ModelInUse as ModelInUse

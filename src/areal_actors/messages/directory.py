@@ -159,16 +159,8 @@ class AwaitLapse(Message[Directory, str]):
 
 
 @frozen(kw_only=True)
-class TakeFailure(Message[Directory, Mapping[str, Any] | None]):
-    """Return the error that this incarnation of a worker reported, if any."""
-
-    worker: str
-    incarnation: int
-
-
-@frozen(kw_only=True)
-class DismissWorker(Message[Directory, None]):
-    """End this incarnation of a worker, so that it is no longer found."""
+class DismissWorker(Message[Directory, Mapping[str, Any] | None]):
+    """End this incarnation of a worker, so that it is no longer found; return the error that it reported, if any."""
 
     worker: str
     incarnation: int

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
-
 from attrs import frozen
 
 from areal_actors.domain import Chunk, EngineInfo, EngineRequest, EngineStatistics, PauseMode, Snapshot
@@ -59,42 +57,12 @@ class Replicas:
     """Address of the replica set, for the code that starts and stops replicas."""
 
 
-class ReplicaState(StrEnum):
-    """State of a replica as its set sees it."""
-
-    JOINING = "joining"
-    """It gets no requests: it is being given the weights and the pause of all replicas, or failed to take them.
-
-    The set retries until it succeeds.
-    """
-    SERVING = "serving"
-    """It gets requests."""
-    GONE = "gone"
-    """It has died. The component that restarts it adds it again."""
-
-
 @frozen(kw_only=True)
 class AddReplica(Message[Replicas, None]):
     """Add ``ref`` as the replica ``name``, which serves once it has the published weights.
 
-    It replaces one of the same name. Replies at once; ``DescribeReplicas`` shows when it serves.
+    It replaces one of the same name. Replies at once; ``DescribeEngine`` counts the engines that serve.
     """
 
     name: str
     ref: Ref[Generation]
-
-
-@frozen(kw_only=True)
-class ReplicaView:
-    """One replica as its set sees it. ``error`` is the reason why it does not serve, or last did not."""
-
-    name: str
-    state: ReplicaState
-    version: int | None = None
-    num_running: int = 0
-    error: str | None = None
-
-
-@frozen(kw_only=True)
-class DescribeReplicas(Message[Replicas, tuple[ReplicaView, ...]]):
-    """Return all replicas, in the order in which they were added."""

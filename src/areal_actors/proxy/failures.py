@@ -20,7 +20,6 @@ from areal_actors.errors import (
     EngineError,
     ExportError,
     InvalidRequest,
-    MailboxFull,
     PreviousNotFound,
     RenderError,
     RequestError,
@@ -38,7 +37,6 @@ _MEANINGS: tuple[tuple[type[ArealError], Callable[[str], RequestError]], ...] = 
     (ActorStopped, lambda _: Unavailable(_BUSY)),
     (Unreachable, lambda _: Unavailable(_BUSY)),
     (DeadlineExceeded, lambda _: Unavailable(_BUSY)),
-    (MailboxFull, lambda _: Unavailable(_BUSY)),
 )
 _ANTHROPIC_TYPES = {
     401: "authentication_error",

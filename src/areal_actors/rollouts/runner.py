@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, nullcontext, suppress
 from functools import partial
 from types import MappingProxyType
@@ -21,6 +21,7 @@ from attrs import define, evolve, field, frozen
 from attrs.validators import ge, gt, le, optional
 
 from areal_actors.cache.roles import ROLE_PATTERN
+from areal_actors.datasets import Problems
 from areal_actors.domain import (
     Credential,
     Episode,
@@ -46,7 +47,6 @@ from areal_actors.messages import (
     CountLostProxies,
     DeliverGroup,
     Directory,
-    Draw,
     Endpoint,
     EndSession,
     EpisodeFinished,
@@ -90,7 +90,6 @@ _FORGET_SECONDS = 5.0
 
 Agents = Mapping[str, Agent | RolloutWorkflow]
 """Agents by the name of the source whose problems they run; that of all other problems has the empty name."""
-ProblemAt = Callable[[Draw], Problem]
 
 
 def _check_roles(_: Any, __: Any, roles: tuple[str, ...]) -> None:
@@ -190,35 +189,34 @@ class RolloutSource:
 class RolloutRunner(Actor[Rollouts]):
     """Runs training groups as capacity allows, and evaluations on request.
 
-    Problems of a source in ``sources`` are run by its agent, all others by ``agent``.
-
-    ``problem_at`` maps a draw to its problem; ``num_problems`` are the numbers of problems by source. If ``problem_at``
-    is ``None``, no training groups are run; only ``RunProblem`` and ``Evaluate`` are served. A rollout workflow needs
-    the ``engine`` that its episodes sample from; the group of a grouped workflow is run member by member. A ``teacher``
-    scores groups before they are delivered; they are trained at most ``max_staleness`` versions later.
+    Each of ``agents``, with the settings of the same name in ``configs``, runs the problems of its source; problems of
+    other sources are run by the one with the empty name, or else by the first. ``train`` are the problems to train on
+    by source; without them, no training groups are run, and only ``RunProblem`` and ``Evaluate`` are served. A rollout
+    workflow needs the ``engine`` that its episodes sample from; the group of a grouped workflow is run member by
+    member. A ``teacher`` scores groups before they are delivered; they are trained at most ``max_staleness`` versions
+    later.
     """
 
     def __init__(
         self,
+        agents: Agents,
         *,
-        agent: Agent | RolloutWorkflow,
         peers: Peers,
         endpoint: Endpoint,
         http_client: httpx.AsyncClient,
+        configs: Mapping[str, RolloutsConfig],
         engine: EpisodeEngine | None = None,
-        config: RolloutsConfig | None = None,
-        problem_at: ProblemAt | None = None,
-        num_problems: Mapping[str, int] = MappingProxyType({}),
-        held_out: tuple[Problem, ...] = (),
+        train: Mapping[str, Problems] | None = None,
+        held_out: Mapping[str, Problems] = MappingProxyType({}),
         seed: int = 0,
         teacher: GroupTeacher | None = None,
         max_staleness: int = 0,
-        sources: Mapping[str, tuple[Agent | RolloutWorkflow, RolloutsConfig]] = MappingProxyType({}),
     ) -> None:
-        config = config or RolloutsConfig()
-        self._default = RolloutSource.of(agent, config)
-        self._sources = {name: RolloutSource.of(*source) for name, source in sources.items()}
-        for source in (self._default, *self._sources.values()):
+        found = {name: RolloutSource.of(agent, configs[name]) for name, agent in agents.items()}
+        default = "" if "" in agents else next(iter(agents))
+        self._default = found[default]
+        self._sources = {name: source for name, source in found.items() if name}
+        for source in found.values():
             if isinstance(source.agent, RolloutWorkflow) and engine is None:
                 raise ConfigError(
                     f"{type(source.agent).__name__} is a rollout workflow, and there is no engine for its episodes."
@@ -228,10 +226,11 @@ class RolloutRunner(Actor[Rollouts]):
         self._endpoint = endpoint
         self._http_client = http_client
         self._proxy = ProxyProbe(endpoint, http_client)
-        self._config = config
-        self._problem_at = problem_at
-        self._num_problems = num_problems
-        self._held_out = held_out
+        self._config = configs[default]
+        self._train = train
+        self._held_out = [
+            evolve(problem, source=name) for name, problems in held_out.items() for problem in problems.all()
+        ]
         self._seed = seed
         self._teacher = teacher
         self._max_staleness = max_staleness
@@ -242,8 +241,8 @@ class RolloutRunner(Actor[Rollouts]):
     @asynccontextmanager
     async def lifespan(self, context: Context) -> AsyncIterator[None]:
         """Produce training groups while the actor runs."""
-        if self._problem_at is not None:
-            context.tasks.start_soon(self._produce, self._problem_at)
+        if self._train is not None:
+            context.tasks.start_soon(self._produce, self._train)
         yield
 
     # ---------------------------------------------------------------------------------------------- groups
@@ -253,13 +252,15 @@ class RolloutRunner(Actor[Rollouts]):
         assert self._peers.capacity is not None, "training groups need capacity"
         return self._peers.capacity
 
-    async def _produce(self, problem_at: ProblemAt) -> None:
+    async def _produce(self, problems: Mapping[str, Problems]) -> None:
+        sizes = {name: len(found) for name, found in problems.items()}
         async with anyio.create_task_group() as groups:
             while True:
                 permit = await self._capacity.ask(AcquirePermit(holder="rollouts"))
-                wanted = BeginGroup(version=permit.version, num_problems=self._num_problems)
+                wanted = BeginGroup(version=permit.version, num_problems=sizes)
                 draw = await self._peers.exports.ask(wanted)
-                groups.start_soon(self._produce_group, problem_at(draw), permit, draw.finished)
+                problem = evolve(problems[draw.source].at(draw.position, draw.row), source=draw.source)
+                groups.start_soon(self._produce_group, problem, permit, draw.finished)
 
     async def _produce_group(self, problem: Problem, permit: Permit, finished: tuple[Episode, ...]) -> None:
         config = self._source(problem).config

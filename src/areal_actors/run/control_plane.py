@@ -45,7 +45,6 @@ from areal_actors.messages import (
     ReportGang,
     ReportReady,
     RoleSpec,
-    TakeFailure,
     WeightsPublished,
 )
 from areal_actors.proxy.access import create_admin_key
@@ -101,7 +100,7 @@ async def open_control_plane(plan: RunPlan) -> AsyncIterator[ControlPlane]:
         address = controller_address(scheduling, sockets)
         listening = listen(address, secret=secret, expose={"directory": workers}, node="controller")
         listener = await stack.enter_async_context(listening)
-        controller = ControllerAddress(addresses=(listener.address,), secret=secret)
+        controller = ControllerAddress(address=listener.address, secret=secret)
         scheduler = await stack.enter_async_context(_open_scheduler(scheduling, plan, controller))
         is_local = listener.address.startswith("unix:")
         endpoint = None
@@ -308,20 +307,18 @@ class DirectoryActor(Actor[Directory]):
             if late > pause and entry.heard_at is not None:
                 entry.heard_at = min(entry.heard_at + late, anyio.current_time())
 
-    @TakeFailure.handler
-    async def take_failure(self, message: TakeFailure) -> Mapping[str, Any] | None:
-        """Return the error that the worker reported before it ended, if it reported one."""
-        entry = self._entries.get(message.worker)
-        return entry.failure if entry is not None and entry.incarnation >= message.incarnation else None
-
     @DismissWorker.handler
-    async def dismiss(self, message: DismissWorker) -> None:
+    async def dismiss(self, message: DismissWorker) -> Mapping[str, Any] | None:
         """Remove the worker's report; callers that look for it wait for its next incarnation."""
         entry = self._entries.get(message.worker)
-        if entry is not None and entry.incarnation <= message.incarnation:
+        if entry is None:
+            return None
+        if entry.incarnation <= message.incarnation:
             self._count_lost(entry)
             entry.report = None
             self._changed.notify()
+        # A later incarnation is one that the cluster has started by itself.
+        return entry.failure if entry.incarnation >= message.incarnation else None
 
     @AwaitEndpoint.handler(concurrency=_MANY)
     async def await_endpoint(self, message: AwaitEndpoint) -> Endpoint:  # noqa: ARG002 - the message says it all

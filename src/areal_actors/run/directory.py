@@ -6,7 +6,7 @@ import errno
 import hashlib
 import json
 import sqlite3
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import (
     ExitStack,
     closing,
@@ -16,12 +16,12 @@ from contextlib import (
 from itertools import count
 from pathlib import Path
 from shutil import rmtree
-from typing import Any
 
 import yaml
 
 from areal_actors.config import RunConfig, save_config
 from areal_actors.dashboard import RunDirectory, require_trackers
+from areal_actors.dashboard.trackers import flatten_settings
 from areal_actors.errors import (
     CheckpointError,
     ConfigError,
@@ -223,7 +223,7 @@ def _written_at(path: Path) -> int | None:
 def find_changes(before: str, now: str) -> tuple[str, ...]:
     """Return the settings in which two configuration files differ, each as ``name: before -> now``, without secrets."""
     try:
-        old, new = (_flatten(yaml.safe_load(redact_settings(text)) or {}) for text in (before, now))
+        old, new = (flatten_settings(yaml.safe_load(redact_settings(text)) or {}) for text in (before, now))
     except (yaml.YAMLError, AttributeError):
         # A file that was damaged, or is not a mapping.
         return ("the settings of the steps before cannot be read",)
@@ -232,13 +232,6 @@ def find_changes(before: str, now: str) -> tuple[str, ...]:
         for name in sorted({*old, *new})
         if old.get(name) != new.get(name)
     )
-
-
-def _flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-    return flat
 
 
 _SAMPLING = (

@@ -474,7 +474,7 @@ def _test_job(config: RunConfig, role: Role, commands: SlurmCommands) -> Iterato
         life=0,
         directory=directory / "slurm",
         log=directory / "doctor.log",
-        working_directory=(settings.working_directory or Path.cwd()).absolute(),
+        working_directory=Path.cwd(),
         resources=settings.resources,
         num_tasks=config.num_tasks(role),
         python=settings.python,
@@ -503,7 +503,7 @@ async def _run_job(config: RunConfig, role: Role) -> PlacementStatus:
             listen(address, secret=secret, node="controller") as listener,
             SlurmScheduler.open(config.scheduler.slurm, directory=Path(directory), module=_HARMLESS) as scheduler,
         ):
-            controller = ControllerAddress(addresses=(listener.address,), secret=secret)
+            controller = ControllerAddress(address=listener.address, secret=secret)
             placed = config.scheduler.roles.placed[role]
             spec = worker_spec(f"{role}-0", placed, controller=controller, num_tasks=config.num_tasks(role))
             async with scheduler.place(spec) as placement:

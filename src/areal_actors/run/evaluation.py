@@ -42,13 +42,12 @@ from areal_actors.lib.plugins import PluginGroup, load_plugin
 from areal_actors.lib.telemetry import get_logger, logging_to_file
 from areal_actors.messages import Evaluate, Exports, Progress, Sessions
 from areal_actors.models import resolve_model
-from areal_actors.rollouts.runner import Agents, Peers
+from areal_actors.rollouts.runner import Agents, Peers, RolloutRunner
 from areal_actors.run.directory import prepared_directory
 from areal_actors.run.evaluated_model import EvaluatedModel, find_model
 from areal_actors.run.inference import Inference, InferenceConfig, open_actors, open_engine, settings_of
 from areal_actors.run.job import load_held_out, load_rendering, prepare_agents
 from areal_actors.run.reporting import create_reporter
-from areal_actors.run.rollouts import create_runner
 from areal_actors.workflows import EpisodeEngine, PluginWorkflow, RolloutWorkflow
 
 _log = get_logger(__name__)
@@ -309,7 +308,7 @@ async def _open_runner(
             sessions, exports = cast("Ref[Sessions]", ref), cast("Ref[Exports]", ref)
             peers = Peers(sessions=sessions, exports=exports, capacity=None, progress=progress)
             engine = None
-        runner = create_runner(
+        runner = RolloutRunner(
             agents,
             peers=peers,
             endpoint=endpoint,

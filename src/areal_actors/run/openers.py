@@ -49,7 +49,7 @@ from areal_actors.messages import (
 from areal_actors.models import resolve_model, resolve_tokenizer
 from areal_actors.rendering import Renderer
 from areal_actors.rollouts.group_journal import GroupJournal, RestoredQueue, restore_queue
-from areal_actors.rollouts.runner import Agents, Peers
+from areal_actors.rollouts.runner import Agents, Peers, RolloutRunner
 from areal_actors.rollouts.staleness import StaleGroups
 from areal_actors.run.advice import warn_of_length, warn_of_singletons
 from areal_actors.run.checks import check_capture_of
@@ -74,7 +74,6 @@ from areal_actors.run.job import (
 from areal_actors.run.loop import train
 from areal_actors.run.plan import REPLICA, Finder
 from areal_actors.run.ranks import RankOpener, open_ranks
-from areal_actors.run.rollouts import create_runner
 from areal_actors.training.config import PublishBy
 from areal_actors.workflows import EpisodeEngine, RolloutWorkflow
 
@@ -288,7 +287,7 @@ async def _open_rollout(context: RoleContext) -> AsyncIterator[OpenRole]:
             if not isinstance(agents[name if name in agents else ""], RolloutWorkflow)
         }
         warn_of_singletons(config, sizes)
-        runner = create_runner(
+        runner = RolloutRunner(
             agents,
             peers=Peers(
                 sessions=await find(Sessions, "sessions"),

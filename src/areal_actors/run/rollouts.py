@@ -11,21 +11,17 @@ from functools import partial
 from typing import Any
 
 import anyio
-import httpx
 from anyio.abc import TaskGroup
-from attrs import evolve
 
 from areal_actors.cache import to_tensors
 from areal_actors.client import create_agent_http_client
-from areal_actors.datasets import Problems
 from areal_actors.domain import Group, Problem
 from areal_actors.errors import ArealError, ConfigError, EpisodeError
 from areal_actors.kernel import ActorSystem, Ref
 from areal_actors.lib.task_groups import open_tasks
-from areal_actors.messages import Draw, Endpoint, Generation, RunProblem
+from areal_actors.messages import Endpoint, Generation, RunProblem
 from areal_actors.rendering import Renderer
-from areal_actors.rollouts.runner import Agents, Peers, RolloutRunner, RolloutsConfig
-from areal_actors.training.phases import GroupTeacher
+from areal_actors.rollouts.runner import Peers, RolloutRunner, RolloutsConfig
 from areal_actors.workflows import (
     EpisodeEngine,
     GenerationConfig,
@@ -148,55 +144,13 @@ class RolloutEngine(EpisodeEngine):
         if isinstance(resolved, GroupedRolloutWorkflow):
             # The runner runs its members as separate episodes.
             group_size *= resolved.group_size
-        runner = self._create_runner({"": resolved}, engine=self, seed=self.key.seed)
+        runner = self._create_runner(agents={"": resolved}, engine=self, seed=self.key.seed)
         handle = RolloutHandle(self._num_submitted)
         self._num_submitted += 1
         problem = Problem(position=handle.position, data=data)
         wanted = RunProblem(problem=problem, num_episodes=group_size)
         self._tasks.start_soon(handle.run, self._system, runner, wanted)
         return handle
-
-
-def create_runner(
-    agents: Agents,
-    *,
-    peers: Peers,
-    endpoint: Endpoint,
-    http_client: httpx.AsyncClient,
-    engine: EpisodeEngine | None,
-    configs: Mapping[str, RolloutsConfig],
-    seed: int,
-    train: Mapping[str, Problems] | None = None,
-    held_out: Mapping[str, Problems] | None = None,
-    teacher: GroupTeacher | None = None,
-    max_staleness: int = 0,
-) -> RolloutRunner:
-    """Create the runner of the agents, on the training problems by source, if any, and on sets of held-out ones.
-
-    ``configs`` has the settings of episodes by the names of the agents.
-    """
-    named = (held_out or {}).items()
-    default = "" if "" in agents else next(iter(agents))
-
-    def problem_at(draw: Draw) -> Problem:
-        assert train is not None
-        return evolve(train[draw.source].at(draw.position, draw.row), source=draw.source)
-
-    return RolloutRunner(
-        agent=agents[default],
-        peers=peers,
-        endpoint=endpoint,
-        http_client=http_client,
-        engine=engine,
-        config=configs[default],
-        problem_at=None if train is None else problem_at,
-        num_problems={name: len(found) for name, found in (train or {}).items()},
-        held_out=tuple(evolve(problem, source=name) for name, found in named for problem in found.all()),
-        seed=seed,
-        teacher=teacher,
-        max_staleness=max_staleness,
-        sources={name: (agent, configs[name]) for name, agent in agents.items() if name},
-    )
 
 
 @asynccontextmanager
@@ -213,7 +167,7 @@ async def open_rollouts(
     """Open an engine for rollouts that are submitted to it. Leaving the block cancels the rollouts that still run."""
     async with create_agent_http_client() as http_client, open_tasks() as tasks:
         create = partial(
-            create_runner,
+            RolloutRunner,
             peers=peers,
             endpoint=endpoint,
             http_client=http_client,

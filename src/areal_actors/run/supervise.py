@@ -43,7 +43,6 @@ from areal_actors.messages import (
     ExpectWorker,
     Report,
     RoleSpec,
-    TakeFailure,
 )
 from areal_actors.schedulers.base import ControllerAddress, Placement, PlacementState, Scheduler, WorkerSpec
 from areal_actors.schedulers.config import RestartsConfig, RoleConfig, SchedulerConfig
@@ -129,7 +128,6 @@ def worker_spec(
         num_tasks=num_tasks,
         python=role.python,
         environment={**loops.child_variables(), **role.environment},
-        working_directory=role.working_directory,
     )
 
 
@@ -207,8 +205,7 @@ class WorkerSupervisor:
                 with anyio.CancelScope(shield=True):  # bounded by ``stop_seconds``
                     await placement.stop(grace=self.config.stop_seconds)
                     # Also on cancellation: the next attempt must not get the address of this incarnation.
-                    await self._directory.ask(DismissWorker(worker=name, incarnation=incarnation))
-        words = await self._directory.ask(TakeFailure(worker=name, incarnation=incarnation))
+                    words = await self._directory.ask(DismissWorker(worker=name, incarnation=incarnation))
         if words is not None:
             # A worker of another version may describe its error in a form that is not known here.
             with suppress(ProtocolError):

@@ -41,13 +41,12 @@ class Resources:
 
 @frozen(kw_only=True)
 class ControllerAddress:
-    """The controller's addresses, and the secret with which a worker authenticates.
+    """The controller's address, and the secret with which a worker authenticates.
 
-    ``addresses`` are tried in order. ``secret`` is never put on a command line, which other users of a machine can
-    read.
+    ``secret`` is never put on a command line, which other users of a machine can read.
     """
 
-    addresses: tuple[str, ...]
+    address: str
     secret: bytes = field(repr=False)
 
 
@@ -71,7 +70,6 @@ class WorkerSpec:
     num_tasks: int = field(default=1, validator=ge(1))
     python: Path | None = None
     environment: Mapping[str, str] = field(factory=dict)
-    working_directory: Path | None = None
 
     @property
     def total(self) -> Resources:

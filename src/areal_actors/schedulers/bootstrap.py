@@ -1,6 +1,6 @@
 """How a worker finds its controller: the bootstrap message.
 
-The message has its name, its incarnation, the controller's addresses and the shared secret. It is one line of JSON, on
+The message has its name, its incarnation, the controller's address and the shared secret. It is one line of JSON, on
 standard input or in a file that only its owner can read and that ``AREAL_BOOTSTRAP`` names. It is never passed on a
 command line, which every user of a machine can read. The worker requests everything else from the controller.
 """
@@ -35,7 +35,7 @@ class Bootstrap:
 
     name: str
     life: int
-    addresses: tuple[str, ...]
+    address: str
     secret: bytes = field(repr=False)
     rank: int = 0
     num_tasks: int = 1
@@ -44,7 +44,7 @@ class Bootstrap:
     def of(cls, spec: WorkerSpec) -> Bootstrap:
         """Create the bootstrap message for the worker described by ``spec``."""
         told = spec.controller
-        return cls(name=spec.name, life=spec.life, addresses=told.addresses, secret=told.secret)
+        return cls(name=spec.name, life=spec.life, address=told.address, secret=told.secret)
 
     @property
     def node(self) -> str:
@@ -57,15 +57,15 @@ class Bootstrap:
 
     @property
     def controller(self) -> ControllerAddress:
-        """Return the controller's addresses and secret."""
-        return ControllerAddress(addresses=self.addresses, secret=self.secret)
+        """Return the controller's address and secret."""
+        return ControllerAddress(address=self.address, secret=self.secret)
 
     def to_line(self) -> str:
         """Return the message as one line of JSON, with a newline at its end."""
         words = {
             "name": self.name,
             "life": self.life,
-            "addresses": list(self.addresses),
+            "address": self.address,
             "secret": self.secret.hex(),
         }
         return json.dumps(words) + "\n"
@@ -82,7 +82,7 @@ class Bootstrap:
             return cls(
                 name=str(words["name"]),
                 life=int(words["life"]) + num_restarts,
-                addresses=tuple(map(str, words["addresses"])),
+                address=str(words["address"]),
                 secret=bytes.fromhex(words["secret"]),
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:

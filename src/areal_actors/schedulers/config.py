@@ -53,7 +53,6 @@ class RoleConfig:
     """The interpreter, if it is not that of the run; areal_actors must be installed in it as well."""
     environment: Mapping[str, str] = field(factory=dict)
     """Variables added to those that the process inherits."""
-    working_directory: Path | None = constant(None)
 
     @property
     def resources(self) -> Resources:

@@ -172,9 +172,7 @@ class LocalPlacement:
     async def start(self, command: list[str], words: BoundedLog, environment: Mapping[str, str]) -> None:
         """Start the process. If it cannot be started, the status becomes ENDED and nothing is raised."""
         try:
-            self._child = await Child.start(
-                lambda _: command, log=words, environment=environment, directory=self.spec.working_directory
-            )
+            self._child = await Child.start(lambda _: command, log=words, environment=environment)
         except (OSError, ValueError) as error:
             # ValueError: NUL bytes in arguments or variables.
             reason = f"{command[0]} could not be started: {error}"
@@ -227,10 +225,6 @@ def _environment(spec: WorkerSpec, share: Share) -> dict[str, str]:
     (``training.gang``).
     """
     inherited = {name: value for name, value in os.environ.items() if name != BOOTSTRAP_VARIABLE}
-    # Relative paths would break in another working directory.
-    if "PYTHONPATH" in inherited:
-        paths = inherited["PYTHONPATH"].split(os.pathsep)
-        inherited["PYTHONPATH"] = os.pathsep.join(str(Path(path).absolute()) for path in paths if path)
     # A value that the user has set takes precedence.
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(spec.total.cpus))}
     return inherited | threads | {"CUDA_VISIBLE_DEVICES": ",".join(share.gpus)} | dict(spec.environment)

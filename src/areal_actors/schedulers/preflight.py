@@ -47,14 +47,14 @@ async def check(bootstrap: str, seconds: float) -> None:
     """
     told = read_bootstrap("", {BOOTSTRAP_VARIABLE: bootstrap})
     check_directory(Path(bootstrap).parent.parent)
-    said = "it has no address"
+    said = "it does not answer"
     with anyio.move_on_after(seconds):
         while said := await _find_obstacle(told.controller):  # noqa: ASYNC110 - it is another process
             await anyio.sleep(_RETRY_SECONDS)
         return
     raise SchedulerError(
         f"the controller cannot be reached from {os.uname().nodename} within {seconds:g} s, at "
-        f"{', '.join(told.addresses)}: {said}. Has the run ended? If not, can nodes connect to that address? "
+        f"{told.address}: {said}. Has the run ended? If not, can nodes connect to that address? "
         "(scheduler.address)"
     )
 
@@ -71,16 +71,13 @@ def check_directory(directory: Path) -> None:
 
 
 async def _find_obstacle(controller: ControllerAddress) -> str:
-    """Return why the controller cannot be reached at any address, or an empty string if it answers."""
+    """Return why the controller cannot be reached, or an empty string if it answers."""
     node = f"preflight-{os.environ.get('SLURM_JOB_ID', '')}-{os.uname().nodename}-{os.getpid()}"
-    said = "it has no address"
-    for address in controller.addresses:
-        try:
-            async with connect(address, secret=controller.secret, node=node):
-                return ""
-        except Unreachable as error:
-            said = str(error)
-    return said
+    try:
+        async with connect(controller.address, secret=controller.secret, node=node):
+            return ""
+    except Unreachable as error:
+        return str(error)
 
 
 if __name__ == "__main__":

@@ -107,7 +107,7 @@ async def test_generations_of_replaced_replica_continue():
             await stack.add("a")
             await anyio.wait_all_tasks_blocked()
 
-            assert {"a": "serving"} == await stack.states()
+            assert {"a": "serving"} == stack.states()
     assert EIGHT == one.ids
     assert 1 == first.statistics().aborted
 
@@ -120,7 +120,7 @@ async def test_added_replica_replaces_one_of_the_same_name():
         await former.stop(grace=0)
         await anyio.wait_all_tasks_blocked()
 
-        assert {"a": "serving"} == await stack.states()
+        assert {"a": "serving"} == stack.states()
         assert EIGHT == ids_of(await stack.generate())
 
 
@@ -166,7 +166,7 @@ async def test_remote_replica_serves_and_its_loss_is_noticed():
                 await anyio.wait_all_tasks_blocked()
                 peer.close()
                 await anyio.wait_all_tasks_blocked()
-                assert {"a": "gone"} == await stack.states()
+                assert {"a": "gone"} == stack.states()
                 await stack.add("b")
                 await anyio.wait_all_tasks_blocked()
 

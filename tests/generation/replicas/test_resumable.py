@@ -10,9 +10,8 @@ from tests.stacks.replica_stack import START, count, request
 
 from areal_actors.domain import Chunk, EngineInfo, EngineStatistics, Exactly, FinishReason
 from areal_actors.errors import EngineError, Unavailable
-from areal_actors.generation.replicas import Attempt, Counters, Replica, choose
+from areal_actors.generation.replicas import Attempt, Counters, Replica, ReplicaState, choose
 from areal_actors.generation.resumable import ResumableGeneration
-from areal_actors.messages import ReplicaState
 
 INFO = EngineInfo(
     name="e", model="m", vocab_size=99, context_length=99, dtype="float32", device="cpu", max_concurrent=4
@@ -39,7 +38,7 @@ def replica(name: str, *, version: int = 0, state: ReplicaState = ReplicaState.S
     """A replica where ``running`` generations never end."""
     made = Replica(name=name, ref=Anywhere(), state=state, version=version, info=INFO)
     for _ in range(running):
-        made.begin(Attempt(CancelScope))
+        made.attempts.add(Attempt(CancelScope))
     return made
 
 

@@ -26,13 +26,12 @@ from areal_actors.generation.servers.engine import ServerEngine, open_server_eng
 from areal_actors.generation.servers.sglang import SGLangDialect
 from areal_actors.kernel import ActorSystem, Ref
 from areal_actors.messages import (
-    DescribeReplicas,
+    DescribeEngine,
     Generate,
     Generation,
     PauseGeneration,
     PublishWeights,
     Replicas,
-    ReplicaState,
     ResumeGeneration,
 )
 from areal_actors.run.inference import spawn_generation
@@ -110,7 +109,7 @@ class ReplicatedServers:
         return EngineStatistics(**{name: sum(each[name] for each in counted) for name in counted[0]})
 
     async def wait_until_all_serve(self) -> None:
-        while {view.state for view in await self.ref.ask(DescribeReplicas())} != {ReplicaState.SERVING}:  # noqa: ASYNC110 - no message tells
+        while (await self.ref.ask(DescribeEngine())).num_engines < len(self.engines):  # noqa: ASYNC110 - no message tells
             await anyio.sleep(0.01)
 
 

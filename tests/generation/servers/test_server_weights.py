@@ -91,7 +91,7 @@ async def test_snapshot_refused_by_all_servers_is_not_recorded(model: Path, tmp_
 
         assert [server.label for server in servers] == ["0", "0"]
         assert engine.version == 0
-        assert not list((tmp_path / "published").glob("*/*"))
+        assert not list((tmp_path / "published").glob("*/*-*"))
         for number in range(4):
             assert ids_of(await collect(engine, ask(number, routing_key=str(number)))) == WHOLE
 
@@ -121,7 +121,7 @@ async def test_only_the_present_weights_are_kept_on_disk(model: Path, tmp_path: 
     async with open_server_stack(model, tmp_path) as (engine, _):
         for version in (1, 2, 3):
             await engine.load(Snapshot(version=version, state=state))
-            (kept,) = (tmp_path / "published").glob("*/*")
+            (kept,) = (tmp_path / "published").glob("*/*-*")
 
             assert kept.name.startswith(f"{version}-")
             assert (kept / "config.json").exists()

@@ -16,12 +16,12 @@ import trio.testing
 from anyio import wait_all_tasks_blocked
 from tests.kernel.remote.echo_actor import SECRET, Echo, EchoActor, Echoing, Note
 
-from areal_actors.errors import ConfigError, ProtocolError, RemoteError
-from areal_actors.kernel import ActorSystem
+from areal_actors.errors import ConfigError, ProtocolError, RemoteError, Unreachable
+from areal_actors.kernel import ActorSystem, Ref
 from areal_actors.kernel.remote import Limits, connect, connect_stream, listen
 from areal_actors.kernel.remote.frames import Kind, Outgoing
 from areal_actors.kernel.remote.hello import greet, receive_hello, send_packet
-from areal_actors.kernel.remote.sockets import SocketStream
+from areal_actors.kernel.remote.sockets import UnixStream
 from areal_actors_testing.remote import memory_pair
 
 pytestmark = pytest.mark.anyio
@@ -42,10 +42,15 @@ async def test_connection_close_does_not_wait_for_a_lost_peer():
     with anyio.fail_after(10):
         async with near, far, anyio.create_task_group() as tasks:
 
+            async def tell(desk: Ref[Echoing]) -> None:
+                with pytest.raises(Unreachable):
+                    await desk.tell(Note(text="x" * 100_000))
+
             async def leave() -> None:
                 async with connect_stream(near, secret=SECRET, limits=Limits(cleanup_seconds=1000)) as peer:
                     for _ in range(100):
-                        peer.ref(Echoing, "desk").tell_nowait(Note(text="x" * 100_000))
+                        tasks.start_soon(tell, peer.ref(Echoing, "desk"))
+                    await anyio.lowlevel.checkpoint()
 
             tasks.start_soon(leave)
             await welcome(far)
@@ -146,15 +151,16 @@ class TestAStop:
 
     async def test_connection_survives_a_suspended_process(self):
         """Data that arrived during the suspension is read before the silence is judged."""
-        ends = [SocketStream(end) for end in socket.socketpair()]
+        sockets = socket.socketpair()
+        ends = [UnixStream(end) for end in sockets]
         async with ends[0], ends[1], anyio.create_task_group() as tasks:
             tasks.start_soon(welcome, ends[1])
             async with connect_stream(ends[0], secret=SECRET, limits=Limits(cleanup_seconds=0.1)) as peer:
                 for number in range(20):
                     await wait_all_tasks_blocked()
-                    ends[1].raw.send(*Outgoing(Kind.PING).frame(number))
+                    sockets[1].send(*Outgoing(Kind.PING).frame(number))
                     jump(20.0)
                     await wait_all_tasks_blocked()
 
                     assert peer.is_connected, await peer.wait_closed()
-                ends[1].raw.close()
+                await ends[1].aclose()

@@ -61,7 +61,6 @@ class WrongItem(Actor[Capacity]):
 async def use(system: ActorSystem, capacity: Ref[Capacity]) -> None:
     await capacity.ask(EndSession())  # type: ignore[arg-type]
     await capacity.tell(EndSession())  # type: ignore[arg-type]
-    capacity.tell_nowait(EndSession())  # type: ignore[arg-type]
     await capacity.ask(Listen())  # type: ignore[arg-type]
     capacity.stream(Grant())  # type: ignore[arg-type]
     text: str = await capacity.ask(Grant())  # type: ignore[arg-type]

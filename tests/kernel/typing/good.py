@@ -63,7 +63,6 @@ async def use(system: ActorSystem, both: Ref[Capacity | Sessions], context: Cont
     assert_type(await system.spawn(lambda: Granter(limit=3), supervision=Restart()), Ref[Capacity])
     assert_type(await ref.ask(Grant(n=2), timeout=5), Granted)
     await ref.tell(VersionAdvanced(version=1))
-    ref.tell_nowait(VersionAdvanced(version=1))
     async with ref.stream(Listen()) as items:
         async for item in items:
             assert_type(item, str)

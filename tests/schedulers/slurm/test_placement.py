@@ -32,7 +32,7 @@ async def placed(directory, *, scontrol=SAYING, **settings):
     programs = directory / "bin"
     programs.mkdir()
     placement = SlurmPlacement(
-        WorkerSpec(name="x", controller=ControllerAddress(addresses=(), secret=b"s")),
+        WorkerSpec(name="x", controller=ControllerAddress(address="", secret=b"s")),
         record=JobRecord(name="x", worker="x", life=0, created_at=0.0),
         log=directory / "log",
         files=files,

@@ -66,8 +66,8 @@ async def test_ended_worker_is_reported_with_end_of_its_log(cluster, tmp_path):
         open_controller(cluster.address) as (listener, controller),
         open_scheduler(cluster, tmp_path, preflight_seconds=1) as scheduler,
     ):
-        nowhere = ControllerAddress(addresses=("tcp://127.0.0.1:9",), secret=SECRET)
-        stranger = ControllerAddress(addresses=(listener.address,), secret=b"another secret, just as long...")
+        nowhere = ControllerAddress(address="tcp://127.0.0.1:9", secret=SECRET)
+        stranger = ControllerAddress(address=listener.address, secret=b"another secret, just as long...")
         with anyio.fail_after(30):
             async with (
                 scheduler.place(spec(controller, "failing", order="exit=3")) as failing,
@@ -89,7 +89,7 @@ async def test_ended_worker_is_reported_with_end_of_its_log(cluster, tmp_path):
 
 async def test_refusal_names_the_requested_resources(cluster, tmp_path):
     """What can never be placed raises at once, and leaves no record."""
-    nowhere = ControllerAddress(addresses=("tcp://127.0.0.1:9",), secret=SECRET)
+    nowhere = ControllerAddress(address="tcp://127.0.0.1:9", secret=SECRET)
     async with open_scheduler(cluster, tmp_path) as scheduler:
         with pytest.raises(SchedulerError, match=r"refuses big.*99 GPUs.*sinfo") as caught:
             async with scheduler.place(spec(nowhere, "big", resources=Resources(gpus=99))):

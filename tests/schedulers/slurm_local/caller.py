@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 import time
-from itertools import cycle
 from pathlib import Path
 
 import anyio
@@ -70,11 +69,10 @@ async def _live(told: Bootstrap) -> int:
 
 async def _stay_connected(told: Bootstrap, *, lease: float) -> None:
     last = anyio.current_time()
-    addresses = cycle(told.addresses)
     while anyio.current_time() - last < lease:
         try:
             async with connect(
-                next(addresses), secret=told.secret, node=told.name, incarnation=told.life + 1, limits=_LIMITS
+                told.address, secret=told.secret, node=told.name, incarnation=told.life + 1, limits=_LIMITS
             ) as peer:
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(_send_heartbeats, told)

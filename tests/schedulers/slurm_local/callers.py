@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.schedulers.slurm_local.cluster import ROOT, Cluster
+from tests.schedulers.slurm_local.cluster import Cluster
 
 from areal_actors.kernel.remote import Limits, Listener, listen
 from areal_actors.schedulers.base import ControllerAddress, Resources, WorkerSpec
@@ -51,7 +51,7 @@ async def open_scheduler(
 async def open_controller(address: str, *, secret: bytes = SECRET) -> AsyncIterator[tuple[Listener, ControllerAddress]]:
     """A listener that callers find, and how they find it."""
     async with listen(address, secret=secret, node="controller", limits=_LIMITS) as listener:
-        yield listener, ControllerAddress(addresses=(listener.address,), secret=secret)
+        yield listener, ControllerAddress(address=listener.address, secret=secret)
 
 
 def spec(
@@ -72,5 +72,4 @@ def spec(
         environment={"CALLER_ORDER": order, "CALLER_LEASE": str(lease), **(environment or {})},
         resources=resources or Resources(),
         python=Path(sys.executable),
-        working_directory=ROOT,
     )

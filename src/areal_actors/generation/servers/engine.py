@@ -178,9 +178,7 @@ class ServerEngine:
             raise InvalidRequest(
                 f"A generation with the id {request.id!r} is running; give each its own id.", param="id"
             )
-        run = self._running[request.id] = ServerAttempt.begin(
-            request, context_length=self._info.context_length, decode=self._decode
-        )
+        run = self._running[request.id] = ServerAttempt.begin(request, decode=self._decode)
         self._counters["prompt_tokens"] += len(request.prompt)
         try:
             async with aclosing(self._generate(run)) as chunks:
@@ -640,12 +638,9 @@ class ServerAttempt:
     """Tokens in which such a stop string may still end."""
 
     @classmethod
-    def begin(cls, request: EngineRequest, *, context_length: int, decode: Decode | None) -> ServerAttempt:
+    def begin(cls, request: EngineRequest, *, decode: Decode | None) -> ServerAttempt:
         """Create the attempt for ``request``, of which earlier ones have sampled ``request.key.num_drawn`` tokens."""
         stop, num_earlier = request.sampling.stop, request.key.num_drawn
-        room = context_length - len(request.prompt)
-        if room < request.sampling.max_new_tokens:
-            request = evolve(request, sampling=evolve(request.sampling, max_new_tokens=room))
         # Servers also match requests by prefixes of their ids, so no id may be a prefix of another.
         self = cls(request=request, id=f"{uuid4().hex}-{request.id}")
         if stop and num_earlier and decode is not None:

@@ -9,14 +9,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import struct
 from collections.abc import Mapping
-from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 from anyio import to_thread
 from attrs import define, field, frozen
@@ -24,10 +21,10 @@ from attrs import define, field, frozen
 from areal_actors.domain import Snapshot
 from areal_actors.errors import ModelError
 from areal_actors.generation.servers.adapters import Adapters, PublishedAdapter
-from areal_actors.lib.locks import take
+from areal_actors.lib.scratch import claim_directory, remove_abandoned
 
 _FILE = "model.safetensors"
-_PREFIX, _LOCKED = "weights-", ".lock"
+_PREFIX = "weights-"
 _COPIED = ("config.json", "generation_config.json")
 _DTYPES = ("float32", "bfloat16", "float16")
 _MAX_NAMED = 5
@@ -57,12 +54,10 @@ class Publisher:
     directory: Path
     model: Path
     dtype: str = ""
-    _own: Path = field(init=False)
+    _own: Path | None = field(default=None, init=False)
+    """The directory of this process in ``directory``, once something was written."""
     _lock: int | None = field(default=None, init=False)
     _numbers: count[int] = field(factory=count, init=False)
-
-    def __attrs_post_init__(self) -> None:
-        self._own = self.directory / f"{_PREFIX}{socket.gethostname()}-{os.getpid()}-{uuid4().hex[:8]}"
 
     def write(self, snapshot: Snapshot) -> Weights:
         """Write ``snapshot`` for servers, unless it is a directory already.
@@ -93,15 +88,14 @@ class Publisher:
         tensors = to_checkpoint_tensors(open_skeleton(self.model), state, dtype=dtype)
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         _check_shapes(version, shapes, read_shapes(self.model))
-        target = self._own / f"{version}-{next(self._numbers)}"
-        partial = target.with_suffix(".partial")
+        partial: Path | None = None
         try:
-            if self._lock is None:
+            if self._own is None:
                 self.directory.mkdir(parents=True, exist_ok=True)
-                with suppress(OSError):  # without locks, leftovers of killed processes are never removed
-                    # A lock instead of the process id, because processes in several containers may have the same id.
-                    self._lock = take(_lock_of(self._own))
-            partial.mkdir(parents=True)
+                self._own, self._lock = claim_directory(self.directory, _PREFIX)
+            target = self._own / f"{version}-{next(self._numbers)}"
+            partial = target.with_suffix(".partial")
+            partial.mkdir()
             save_file(tensors, partial / _FILE, metadata={"format": "pt"})
             for name in _COPIED:
                 if (self.model / name).is_file():
@@ -109,36 +103,29 @@ class Publisher:
             # Servers must never see an incomplete directory.
             partial.rename(target)
         except (OSError, SafetensorError) as error:
-            shutil.rmtree(partial, ignore_errors=True)
+            if partial is not None:
+                shutil.rmtree(partial, ignore_errors=True)
             raise ModelError(
-                f"Version {version} cannot be written to {target}: {error}. Free space, or set publish_directory."
+                f"Version {version} cannot be written to {self.directory}: {error}. Free space, or set "
+                "publish_directory."
             ) from error
         return Weights(version=version, path=target)
 
     def keep_only(self, kept: Path | None) -> None:
-        """Remove all directories that were written here, except ``kept``."""
-        if self._own.is_dir():
-            for path in self._own.iterdir():
-                if path != kept:
-                    shutil.rmtree(path, ignore_errors=True)
+        """Remove all versions that were written here, except ``kept``."""
+        for path in () if self._own is None else self._own.glob("*-*"):
+            if path != kept:
+                shutil.rmtree(path, ignore_errors=True)
 
     def remove_leftovers(self) -> None:
-        """Remove directories left by killed processes on any machine; their locks were released when they died."""
-        for lock in self.directory.glob(f"{_PREFIX}*{_LOCKED}"):
-            descriptor = None
-            with suppress(OSError):  # without locks, the owner may still be running
-                descriptor = take(lock)
-            if descriptor is None:
-                continue
-            shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
-            lock.unlink(missing_ok=True)
-            os.close(descriptor)
+        """Remove what killed processes have left on any machine."""
+        remove_abandoned(self.directory, _PREFIX)
 
     def close(self) -> None:
         """Remove all directories that were written here."""
-        shutil.rmtree(self._own, ignore_errors=True)
-        _lock_of(self._own).unlink(missing_ok=True)
-        descriptor, self._lock = self._lock, None
+        if self._own is not None:
+            shutil.rmtree(self._own, ignore_errors=True)
+        descriptor, self._own, self._lock = self._lock, None, None
         if descriptor is not None:
             os.close(descriptor)
 
@@ -169,10 +156,6 @@ class ServerAdmission:
     async def keep_only(self, snapshot: Snapshot) -> None:
         """Remove what was written for other snapshots, which no server loads any more."""
         await to_thread.run_sync(self.publisher.keep_only, snapshot.path)
-
-
-def _lock_of(own: Path) -> Path:
-    return own.with_name(own.name + _LOCKED)
 
 
 def _check_shapes(version: int, found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> None:

@@ -27,7 +27,6 @@ from areal_actors.errors import (
     ConfigError,
     DeadlineExceeded,
     DeadlockError,
-    MailboxFull,
     ProtocolError,
     RemoteError,
     Unreachable,
@@ -62,10 +61,6 @@ Names = tuple[str, str, bool]
 #
 # A ``Call`` is one message; it ends exactly once. An ask waits for its reply, a stream for its items, and a tell until
 # the mailbox has admitted the message, so that the number of calls is bounded by their senders.
-
-
-MAX_UNADMITTED = 256
-"""Told messages that a ref sends without waiting (``tell_nowait``) before the mailbox has admitted them."""
 
 
 class Call:
@@ -166,7 +161,7 @@ class RemoteRef(Watched, Ref[P_contra], Generic[P_contra]):
         """The node's present incarnation."""
         self.where = f"actor {name!r} on {node!r}"
         self.messages: frozenset[Names] = frozenset()
-        self.num_handled = self.num_failed = self.num_cancelled = self.num_running = self.num_told = 0
+        self.num_handled = self.num_failed = self.num_cancelled = self.num_running = 0
         self._name, self._node, self._limits, self._source = name, node, limits, source
         self._loop = running_loop()
         self._incarnation, self._state = 1, ActorState.STARTING
@@ -221,17 +216,6 @@ class RemoteRef(Watched, Ref[P_contra], Generic[P_contra]):
 
         return await self._retry(act)
 
-    def tell_nowait(self, message: Message[P_contra, Any]) -> None:
-        """Send ``message`` without waiting; see ``Ref.tell_nowait``."""
-        peer = self.peer
-        if peer is None:
-            cause = "" if self._source is None else self._source.cause
-            raise Unreachable(f"{type(message).__name__} to {self.where} was not sent: {cause}", sent=False)
-        call = self._create(peer, Kind.TELL, message)
-        if self.num_told >= MAX_UNADMITTED:
-            raise MailboxFull(f"{self.where} has not admitted {self.num_told} messages; use 'await tell' to wait")
-        self._send(call)
-
     def stream(self, message: StreamMessage[P_contra, Item], *, buffer_size: int = 16) -> Stream[Item]:
         """Open a stream of items; see ``Ref.stream``."""
         check_buffer_size(buffer_size)
@@ -269,15 +253,13 @@ class RemoteRef(Watched, Ref[P_contra], Generic[P_contra]):
 
     def count(self, call: Call, change: int) -> None:
         """Count a call that begins (1) or has ended (-1)."""
-        if call.kind is Kind.TELL:
-            self.num_told += change
-        else:
+        if call.kind is not Kind.TELL:
             self.num_running += change
 
     def go_up(self, peer: Peer, incarnation: int, messages: frozenset[Names]) -> None:
         """Refer to the actor that ``peer`` exposes under this name."""
         if self.peer is not peer:
-            self.peer, self.num_running, self.num_told = peer, 0, 0
+            self.peer, self.num_running = peer, 0
         self._incarnation, self.messages = incarnation, messages
         self._state, self.final_down = ActorState.RUNNING, None
 

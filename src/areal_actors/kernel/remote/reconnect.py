@@ -72,11 +72,10 @@ class ReconnectingConnection:
     def ref(self, protocol: type[P], name: str) -> Ref[P]:  # noqa: ARG002 - it types the ref; messages are checked when they are sent
         """Return a ref to the actor that the node exposes as ``name``, valid across incarnations of the node.
 
-        It raises what a ref of ``Peer`` raises, with these differences. While the connection is down, an ask, a tell,
-        the opening of a stream and ``stop`` wait until their deadline, and ``tell_nowait`` raises ``Unreachable``. A
-        call that was pending when the connection went down ends as ``Unreachable(sent=True)``, or keeps waiting if the
-        other side cannot have received it. The ref also waits for an actor that is not exposed yet; after
-        ``Limits.hello_seconds`` that raises ``ActorStopped``.
+        It raises what a ref of ``Peer`` raises, with these differences. While the connection is down, an ask, a tell
+        and the opening of a stream wait until their deadline. A call that was pending when the connection went down
+        ends as ``Unreachable(sent=True)``, or keeps waiting if the other side cannot have received it. The ref also
+        waits for an actor that is not exposed yet; after ``Limits.hello_seconds`` that raises ``ActorStopped``.
 
         Watchers receive ``Down`` with ``is_restarting=True`` at each loss, and with ``False`` at the close.
         """

@@ -1,4 +1,4 @@
-"""Addresses of connections, and the sockets behind them.
+"""Addresses of connections, and the streams of unix sockets.
 
 An address is ``unix:/run/areal/sessions.sock`` or ``tcp://10.0.0.7:4321``. The directory of a unix socket must be
 accessible to its owner only; TCP listens on the named interface, never on all of them.
@@ -6,10 +6,7 @@ accessible to its owner only; TCP listens on the named interface, never on all o
 
 from __future__ import annotations
 
-import asyncio
-import errno
 import ipaddress
-import math
 import os
 import socket
 import stat
@@ -21,8 +18,6 @@ import anyio
 from anyio.abc import ByteStream
 
 from areal_actors.errors import ConfigError
-from areal_actors.lib.loops import Signal, is_trio, running_loop
-from areal_actors.lib.telemetry import get_logger
 
 _DISCARD = 9
 """The discard port (RFC 863), used for a look-up that sends nothing."""
@@ -100,190 +95,55 @@ def check_directory(directory: Path) -> None:
         )
 
 
-_log = get_logger(__name__)
+class UnixStream(ByteStream):
+    """A connected unix socket.
 
-_BUFFER_BYTES = 1048576
-"""Send buffer of a unix socket.
-
-The default of 208 KiB is smaller than a chunk, so that each would be split.
-"""
-
-_RECEIVE_BYTES = 64 * 1024
-
-_RETRY_SECONDS = 0.01
-
-_NEXT_ADDRESS_SECONDS = 3.0
-"""Time after which an address that does not answer is given up for the next one; the last one has no limit."""
-
-_EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-_EXHAUSTED_SECONDS = 0.1
-"""Delay before accepting again when resources are exhausted; clients wait in the backlog meanwhile."""
-
-
-class SocketStream(ByteStream):
-    """A connected socket.
-
-    On asyncio it stays registered with the event loop, and is read in its callback. Streams of anyio register for each
-    read; an ask between two processes would cost half as much again.
+    Not anyio's: on asyncio, a ``receive`` of that which is cancelled at the moment at which data arrives raises
+    ``InvalidStateError`` in a callback of the event loop.
     """
 
     def __init__(self, raw: socket.socket) -> None:
         raw.setblocking(False)
-        if raw.family == socket.AF_UNIX:
-            raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
-        else:
-            # Frames are joined before they are written; Nagle's algorithm would only delay the last one.
-            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.raw = raw
-        self._asyncio = None if is_trio() else asyncio.get_running_loop()
-        self._new_signal = running_loop().new_signal
-        self._is_registered = False
-        self._arrival: Signal | None = None
-        self._data = b""
-        self._end: type[Exception] | None = None
+        self._raw = raw
 
     async def receive(self, max_bytes: int = 65536) -> bytes:
         """Wait for data, and return at most ``max_bytes`` of it."""
-        while not self._data:
-            if self._end is not None:
-                raise self._end
-            if self._asyncio is None:
-                await anyio.wait_readable(self.raw)
-                self._read()
+        while True:
+            self._check_open()
+            # Also if there is data already: a sender that never pauses must not keep other tasks waiting.
+            await anyio.wait_readable(self._raw)
+            try:
+                data = self._raw.recv(max_bytes)
+            except BlockingIOError:
                 continue
-            self._arrival = self._new_signal()
-            if not self._is_registered:
-                self._is_registered = True
-                self._asyncio.add_reader(self.raw, self._on_readable)
-            await self._arrival.wait()
-        data, self._data = self._data[:max_bytes], self._data[max_bytes:]
-        return data
+            except OSError as error:
+                raise anyio.BrokenResourceError from error
+            if not data:
+                raise anyio.EndOfStream
+            return data
 
     async def send(self, item: bytes) -> None:
         """Send all of ``item``."""
         view = memoryview(item)
         while view:
-            if self.raw.fileno() < 0:
-                raise anyio.ClosedResourceError
+            self._check_open()
             try:
-                view = view[self.raw.send(view) :]
+                view = view[self._raw.send(view) :]
             except BlockingIOError:
-                await anyio.wait_writable(self.raw)
+                await anyio.wait_writable(self._raw)
             except OSError as error:
                 raise anyio.BrokenResourceError from error
 
     async def send_eof(self) -> None:
         """Shut down the sending direction."""
-        self.raw.shutdown(socket.SHUT_WR)
+        self._raw.shutdown(socket.SHUT_WR)
 
     async def aclose(self) -> None:
         """Close the socket at once."""
-        if self.raw.fileno() >= 0:
-            self._unregister()
-            self._data, self._end = b"", anyio.ClosedResourceError
-            if self._arrival is not None:
-                self._arrival.set()
-            anyio.notify_closing(self.raw)
-            self.raw.close()
+        if self._raw.fileno() >= 0:
+            anyio.notify_closing(self._raw)
+            self._raw.close()
 
-    def _on_readable(self) -> None:
-        if self._data or self._end is not None:
-            # The reader has not come yet for what arrived before.
-            self._unregister()
-            return
-        self._read()
-        if self._arrival is not None:
-            self._arrival.set()
-
-    def _read(self) -> None:
-        try:
-            self._data = self.raw.recv(_RECEIVE_BYTES)
-        except BlockingIOError:
-            return
-        except OSError:
-            self._end = anyio.BrokenResourceError
-            return
-        if not self._data:
-            self._end = anyio.EndOfStream
-
-    def _unregister(self) -> None:
-        if self._is_registered and self._asyncio is not None:
-            self._is_registered = False
-            self._asyncio.remove_reader(self.raw)
-
-
-# ------------------------------------------------------------------------------------------------- where they come from
-
-
-async def accept(listening: socket.socket) -> SocketStream:
-    """Wait for the next connection.
-
-    A connection that is already broken is skipped. When descriptors or memory are exhausted, accepting is retried after
-    a delay, and a warning is logged once.
-    """
-    is_told = False
-    while True:
-        await anyio.wait_readable(listening)
-        try:
-            return SocketStream(listening.accept()[0])
-        except (BlockingIOError, ConnectionError):
-            continue
-        except OSError as error:
-            # A lack of descriptors is temporary and must not end the listener.
-            if error.errno not in _EXHAUSTED:
-                raise
-            if not is_told:
-                remedy = "raise the limit of open files (ulimit -n)"
-                _log.warning("connections_wait", reason=error.strerror, remedy=remedy)
-            is_told = True
-            await anyio.sleep(_EXHAUSTED_SECONDS)
-
-
-async def dial_unix(path: Path) -> SocketStream:
-    """Connect to a unix socket.
-
-    Raises:
-        OSError: there is no listener.
-    """
-    return await _connected(socket.AF_UNIX, str(path))
-
-
-async def dial_tcp(host: str, port: int) -> SocketStream:
-    """Connect to the first address of ``host`` that answers.
-
-    Raises:
-        OSError: no address answers.
-    """
-    failure = OSError(f"{host} has no address")
-    found = await anyio.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    for number, (family, _, _, _, address) in enumerate(found, start=1):
-        try:
-            # A host may have addresses that drop packets silently; without a limit, the first would use up the caller's
-            # deadline.
-            with anyio.move_on_after(math.inf if number == len(found) else _NEXT_ADDRESS_SECONDS):
-                return await _connected(family, address)
-            failure = OSError(f"{address[0]} does not answer")
-        except OSError as error:
-            failure = error
-    raise failure
-
-
-async def _connected(family: int, address: str | tuple[str, int]) -> SocketStream:
-    raw = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        raw.setblocking(False)
-        code = raw.connect_ex(address)
-        # The backlog of a unix socket is full, and there is no event to wait for.
-        while code == errno.EAGAIN:
-            await anyio.sleep(_RETRY_SECONDS)
-            code = raw.connect_ex(address)
-        if code == errno.EINPROGRESS:
-            await anyio.wait_writable(raw)
-            code = raw.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-    except BaseException:
-        raw.close()
-        raise
-    if code:
-        raw.close()
-        raise OSError(code, os.strerror(code))
-    return SocketStream(raw)
+    def _check_open(self) -> None:
+        if self._raw.fileno() < 0:
+            raise anyio.ClosedResourceError

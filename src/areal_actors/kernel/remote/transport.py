@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -13,8 +14,8 @@ from typing import Any
 from uuid import uuid4
 
 import anyio
-from anyio.abc import ByteStream, SocketAttribute, TaskGroup
-from anyio.abc import Listener as SocketListener
+from anyio.abc import ByteStream, SocketAttribute, SocketListener, SocketStream, TaskGroup
+from anyio.streams.stapled import MultiListener
 
 from areal_actors.errors import ActorError, ProtocolError, Unreachable
 from areal_actors.kernel.ref import Ref
@@ -23,12 +24,16 @@ from areal_actors.kernel.remote.frames import Limits
 from areal_actors.kernel.remote.hello import check_secret, greet, receive_hello, send_hello, send_packet
 from areal_actors.kernel.remote.peer import Exposed, Peer, check_free
 from areal_actors.kernel.remote.peer import expose as expose_actor
-from areal_actors.kernel.remote.sockets import accept, check_directory, dial_tcp, dial_unix, parse_address
+from areal_actors.kernel.remote.sockets import UnixStream, check_directory, parse_address
 from areal_actors.lib.change_signal import ChangeSignal
 from areal_actors.lib.task_groups import open_tasks
 from areal_actors.lib.telemetry import get_logger
 
 _log = get_logger(__name__)
+
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_EXHAUSTED_SECONDS = 0.1
+"""Delay before accepting again when resources are exhausted; clients wait in the backlog meanwhile."""
 
 _MAX_STRANGERS = 64
 """Connections that may be in the handshake at once.
@@ -214,7 +219,7 @@ async def connect(
     path, host, port = parse_address(address)
     try:
         with anyio.fail_after(limits.hello_seconds):
-            stream = await (dial_unix(path) if path is not None else dial_tcp(host, port))
+            stream = _own(await (anyio.connect_tcp(host, port) if path is None else anyio.connect_unix(path)))
     except TimeoutError:
         raise Unreachable(f"no answer at {address} within {limits.hello_seconds:g} s", sent=False) from None
     except OSError as error:
@@ -274,18 +279,22 @@ async def _accepting(address: str | None, listener: Listener, tasks: TaskGroup) 
         return
     path, host, port = parse_address(address)
     try:
-        listening: SocketListener[Any] = await (
-            _listen_unix(path) if path is not None else anyio.create_tcp_listener(local_host=host, local_port=port)
-        )
+        if path is None:
+            listening = await anyio.create_tcp_listener(local_host=host, local_port=port)
+            shown = f"[{host}]" if ":" in host else host
+            listener.address = f"tcp://{shown}:{listening.extra(SocketAttribute.local_port)}"  # noqa: S610 - anyio's, not Django's
+        else:
+            check_directory(path.parent)
+            await _check_unused(path)
+            # anyio replaces the file that a dead listener left.
+            listening = MultiListener([await anyio.create_unix_listener(path, mode=0o600)])
+            listener.address = address
     except OSError as error:
         raise ActorError(f"cannot listen at {address}: {error}") from None
-    shown = f"[{host}]" if ":" in host else host
-    listener.address = address if path else f"tcp://{shown}:{listening.extra(SocketAttribute.local_port)}"  # noqa: S610 - anyio's, not Django's
     try:
         async with open_tasks() as accepting:
-            for one in getattr(listening, "listeners", (listening,)):
-                raw = one.extra(SocketAttribute.raw_socket)  # noqa: S610
-                accepting.start_soon(_accept, raw, listener, tasks, name=f"listen at {listener.address}")
+            for one in listening.listeners:
+                accepting.start_soon(_accept, one, listener, tasks, name=f"listen at {listener.address}")
             yield
             accepting.cancel_scope.cancel()
     finally:
@@ -295,18 +304,41 @@ async def _accepting(address: str | None, listener: Listener, tasks: TaskGroup) 
             path.unlink(missing_ok=True)
 
 
-async def _accept(raw: socket.socket, listener: Listener, tasks: TaskGroup) -> None:
+async def _accept(sockets: SocketListener, listener: Listener, tasks: TaskGroup) -> None:
+    """Serve each connection in ``tasks``.
+
+    When descriptors or memory are exhausted, accepting is retried after a delay, and a warning is logged once: a lack
+    of descriptors is temporary and must not end the listener.
+    """
+    is_told = False
     while True:
-        tasks.start_soon(listener.serve, await accept(raw))
+        try:
+            tasks.start_soon(listener.serve, _own(await sockets.accept()))
+        except (OSError, anyio.BrokenResourceError) as error:
+            # Depending on the event loop and the kind of socket, anyio raises the system's error or one of its own.
+            cause = error if isinstance(error, OSError) else error.__cause__
+            if isinstance(cause, ConnectionError):
+                continue  # it broke before it was accepted
+            if not isinstance(cause, OSError) or cause.errno not in _EXHAUSTED:
+                raise
+            if not is_told:
+                remedy = "raise the limit of open files (ulimit -n)"
+                _log.warning("connections_wait", reason=cause.strerror, remedy=remedy)
+            is_told = True
+            await anyio.sleep(_EXHAUSTED_SECONDS)
 
 
-async def _listen_unix(path: Path) -> SocketListener[Any]:
-    check_directory(path.parent)
+def _own(stream: SocketStream) -> ByteStream:
+    """Return the stream with which a connection uses the socket of ``stream``."""
+    raw = stream.extra(SocketAttribute.raw_socket)  # noqa: S610 - anyio's, not Django's
+    return UnixStream(raw) if raw.family == socket.AF_UNIX else stream
+
+
+async def _check_unused(path: Path) -> None:
     try:
         stream = await anyio.connect_unix(path)
     except OSError:
-        # No listener: anyio replaces the file that a dead one left.
-        return await anyio.create_unix_listener(path, mode=0o600)
+        return
     await anyio.aclose_forcefully(stream)
     raise ActorError(f"another process already listens at unix:{path}; choose another path")
 

@@ -169,7 +169,7 @@ class SlurmScheduler:
             life=spec.life,
             directory=self._files.path,
             log=self._logs / f"{spec.name}.log",
-            working_directory=(spec.working_directory or Path.cwd()).absolute(),
+            working_directory=Path.cwd(),
             resources=spec.resources,
             num_tasks=spec.num_tasks,
             avoided=tuple(sorted(avoided)),

@@ -44,7 +44,6 @@ from areal_actors.messages import (
     Drawn,
     Exports,
     ExportSession,
-    ForgetEpisodes,
     ForgetSession,
     Lease,
     LeaseGroups,
@@ -177,7 +176,6 @@ class Exporter(Actor[Exports]):
             stored.group.id: _Ready(group=stored.group, admitted=stored.admitted) for stored in restored.waiting
         }
         self._drawn = restored.drawn
-        self._begun_before = dict(restored.episodes.heads)
         for stored in restored.parts:
             place = stored.group.problem.place
             self._parts.setdefault(place, []).append(stored)
@@ -219,8 +217,6 @@ class Exporter(Actor[Exports]):
             is_restored=record.is_restored,
             num_empty_turns=record.num_empty_turns,
             logged=record.logged,
-            num_replayed_turns=record.num_replayed,
-            num_dropped_turns=record.num_dropped,
             limit=record.limit,
         )
 
@@ -231,7 +227,7 @@ class Exporter(Actor[Exports]):
         begun = min(self._begun_before, key=self._age_of, default=None)
         source, position, row = self._draws.draw(message.num_problems, begun=begun)
         place = source, position
-        # Members that an earlier process finished, and turns that it recorded, are as old as they were.
+        # Members that an earlier process finished are as old as they were.
         self._running[place] = min(message.version, self._begun_before.pop(place, message.version))
         finished = tuple(episode for part in self._parts.get(place, []) for episode in part.group.episodes)
         return Draw(source=source, position=position, row=row, finished=finished)
@@ -248,14 +244,7 @@ class Exporter(Actor[Exports]):
         if self._group_journal is not None and place in self._running:
             part = self._stored(message.group, admitted=self._running[place], member=message.member)
             self._parts.setdefault(place, []).append(part)
-            if self._group_journal.add(part):
-                # After the rows are in the journal, in which the events keep their order.
-                self._forget_turns(message.group.id, message.member)
-
-    def _forget_turns(self, group: GroupId, member: int | None = None) -> None:
-        """Let the session manager forget the recorded turns of episodes whose rows are stored."""
-        forgotten = ForgetEpisodes(group=group, member=member)
-        self._context.tasks.start_soon(self._sessions.tell, forgotten)
+            self._group_journal.add(part)
 
     def _stored(self, group: Group, *, admitted: int, member: int | None = None) -> StoredGroup:
         source, position = group.problem.place
@@ -292,8 +281,7 @@ class Exporter(Actor[Exports]):
         if self._group_journal is not None:
             stored = self._stored(group, admitted=admitted)
             # Not waited for: a group that is lost in the last moments is run again.
-            if self._group_journal.add(stored, rejected_at=None if is_accepted else self._next_consumption):
-                self._forget_turns(group.id)
+            self._group_journal.add(stored, rejected_at=None if is_accepted else self._next_consumption)
             parts = self._parts.pop(group.problem.place, [])
             self._group_journal.end_parts(group.id, (part.member for part in parts if part.member is not None))
         if is_accepted:

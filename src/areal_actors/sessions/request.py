@@ -35,7 +35,6 @@ from areal_actors.domain import (
     Grammar,
     Interaction,
     InteractionId,
-    InteractionStatus,
     Ints,
     ReasoningDelta,
     SampledTokens,
@@ -72,8 +71,7 @@ Streams = list[AsyncIterator[Chunk]]
 class PendingRequest:
     """A request in progress, with one choice and one engine request per answer.
 
-    ``sending`` is set if the request may be retried, ``journal`` if its session is durable, and ``digest`` if an agent
-    that starts over may ask for it again.
+    ``sending`` is set if the request may be retried, ``journal`` if its session is durable.
     """
 
     session: Session
@@ -83,7 +81,6 @@ class PendingRequest:
     is_streaming: bool = False
     sending: CachedRequest[PendingRequest] | None = None
     journal: SessionJournal | None = None
-    digest: str | None = None
     span: Span | None = None
     _ended: anyio.Event | None = field(default=None, init=False)
 
@@ -137,7 +134,6 @@ class PendingRequest:
         if sending is not None:
             attempt = Attempt(fingerprint=sending.fingerprint, number=sending.number, idempotency_key=sending.key)
         assert self.journal is not None
-        is_named = attempt is not None or self.digest is not None
         return TurnEnded(
             session=self.journal.session,
             interaction=interaction,
@@ -145,8 +141,7 @@ class PendingRequest:
             prompt_digest=history.digest(len(history.messages)),
             ended_at=now,
             attempt=attempt,
-            siblings=tuple(choice.interaction for choice in self.choices) if is_named else (),
-            request=self.digest,
+            siblings=tuple(choice.interaction for choice in self.choices) if attempt is not None else (),
             asked=asked_of(self.plan.request, self.requests[0].key),
             num_cached_tokens=0 if answer is None else answer.usage.cached_tokens,
             stop_sequence=None if answer is None else answer.stop_sequence,
@@ -299,13 +294,12 @@ class RequestPlanner:
         journal: SessionJournal | None,
         is_streaming: bool,
         asked: tuple[str, int] | None = None,
-        digest: str | None = None,
         tag: str | None = None,
     ) -> PendingRequest:
-        """Create the turn of ``plan`` and add its interactions to the tree. ``asked`` is of one that it replaces.
+        """Create the turn of ``plan`` and add its interactions to the tree.
 
-        ``digest`` is that of its request, if it is recorded, and ``tag`` its role, by default the one that it names.
-        Raises the ``RequestError`` that the client should see; the tree is unchanged in that case.
+        ``asked`` identifies a request that it replaces, and ``tag`` is its role, by default the one that the request
+        names. Raises the ``RequestError`` that the client should see; the tree is unchanged in that case.
         """
         request = plan.request
         grammar = find_grammar(self._renderer, request, has_grammars=self._has_grammars)
@@ -361,7 +355,6 @@ class RequestPlanner:
             requests=requests,
             is_streaming=is_streaming,
             journal=journal,
-            digest=digest,
         )
 
     def _fit(self, plan: PromptPlan) -> Sampling:
@@ -391,26 +384,15 @@ class SampleKeys:
     def __init__(self, base: SampleKey) -> None:
         self.base = base
         self._asked: dict[str, int] = {}
-        self._unused: dict[str, list[int]] = {}
 
     @classmethod
-    def restore(cls, base: SampleKey, turns: Iterable[TurnEnded], *, is_rerun: bool = False) -> SampleKeys:
-        """Return keys that continue where an earlier process stopped, so that no random numbers are used twice.
-
-        An agent that is run again (``is_rerun``) has seen no turn that was cut off. The random numbers of such turns
-        are used again, so that it samples what it would have sampled without the interruption.
-        """
+    def restore(cls, base: SampleKey, turns: Iterable[TurnEnded]) -> SampleKeys:
+        """Return keys that continue where an earlier process stopped, so that no random numbers are used twice."""
         keys = cls(base)
-        used: dict[str, set[int]] = {}
         for turn in turns:
             if turn.asked is not None:
                 digest, occurrence = turn.asked
                 keys._asked[digest] = max(keys._asked.get(digest, 0), occurrence + 1)
-                if turn.interaction.status is InteractionStatus.COMPLETED:
-                    used.setdefault(digest, set()).add(occurrence)
-        if is_rerun:
-            for digest, num in keys._asked.items():
-                keys._unused[digest] = sorted(set(range(num)) - used.get(digest, set()), reverse=True)
         return keys
 
     def keys(
@@ -423,8 +405,6 @@ class SampleKeys:
             return [SampleKey(seed=request.seed, path=("request", digest, choice)) for choice in choices]
         if asked is not None and asked[0] == digest:
             occurrence = asked[1]
-        elif unused := self._unused.get(digest):
-            occurrence = unused.pop()
         else:
             occurrence = self._asked.get(digest, 0)
             self._asked[digest] = occurrence + 1

@@ -24,7 +24,7 @@ from areal_actors.domain import (
     ToolChoice,
 )
 from areal_actors.errors import InvalidRequest, PreviousNotFound, UnsupportedParameter
-from areal_actors.proxy.dialects.base import Dialect, Parsed
+from areal_actors.proxy.dialects.base import Dialect, Parsed, thinking_options
 from areal_actors.proxy.dialects.chat.request import join_parts, parse_call, parse_freeform_call
 from areal_actors.proxy.dialects.client_tools import (
     CALL_ITEMS,
@@ -61,7 +61,6 @@ from areal_actors.proxy.dialects.fields import (
     refused,
     required_text,
     shown,
-    thinking_options,
     without_nulls,
     wrong,
 )
@@ -410,7 +409,7 @@ RESPONSES_FIELDS = FieldTable(
 # ------------------------------------------------------------------------------------------------------ requests
 
 
-def parse_response_request(dialect: Dialect, body: JsonObject, tag: str | None) -> Parsed:
+def parse_response_request(dialect: Dialect, body: JsonObject, *, tag: str | None = None) -> Parsed:
     """Parse the body of a request; see ``Dialect.parse``."""
     body = with_additional_tools(body)
     values = RESPONSES_FIELDS.read(body, inert=dialect.inert)
@@ -419,14 +418,12 @@ def parse_response_request(dialect: Dialect, body: JsonObject, tag: str | None) 
     instructions, top_logprobs = values["instructions"], values["top_logprobs"]
     effort = read(values["reasoning"], "effort", EFFORT, {})
     has_logprobs = _LOGPROBS in values["include"] or top_logprobs > 0
-    request = evolve(
-        dialect.create_request(
-            values,
-            tag=tag,
-            max_new_tokens=values["max_output_tokens"],
-            has_logprobs=has_logprobs,
-            top_logprobs=top_logprobs,
-        ),
+    request = dialect.create_request(
+        values,
+        tag=tag,
+        max_new_tokens=values["max_output_tokens"],
+        has_logprobs=has_logprobs,
+        top_logprobs=top_logprobs,
         messages=(*instructions, *values["input"]),
         has_instructions=bool(instructions),
         previous=values["previous_response_id"],

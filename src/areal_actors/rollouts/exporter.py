@@ -22,7 +22,7 @@ import anyio
 from attrs import evolve, field, frozen
 from attrs.validators import ge, in_, le
 
-from areal_actors.cache import STYLES, export_trajectories, total_reward
+from areal_actors.cache import STYLES, export_trajectories
 from areal_actors.cache.rewards import RULES, Unrewarded, load_rule
 from areal_actors.datasets.difficulty import DifficultyConfig
 from areal_actors.domain import DataPosition, Episode, Group, GroupConsumed, GroupId, Problem, SessionId, VersionSaved
@@ -197,28 +197,17 @@ class Exporter(Actor[Exports]):
         """Read the session and build its rows. The session is kept."""
         record = await self._sessions.ask(CollectSession(session=message.session))
         try:
-            exported = export_trajectories(
+            return export_trajectories(
                 record,
                 style=message.style or self._config.export_style,
                 discount=self._config.turn_discount if message.discount is None else message.discount,
                 rule=self._rule,
                 unrewarded=self._config.unrewarded,
                 train_roles=self._config.train_roles,
+                member=message.member,
             )
         except CustomFunctionError as error:
             raise CustomFunctionError(f"{error} It was asked for session {message.session}.") from error
-        return Episode(
-            session=message.session,
-            member=message.member,
-            reward=total_reward(record),
-            trajectories=exported.trajectories,
-            untrained=exported.untrained,
-            num_turns=len(record.interactions),
-            is_restored=record.is_restored,
-            num_empty_turns=record.num_empty_turns,
-            logged=record.logged,
-            limit=record.limit,
-        )
 
     @BeginGroup.handler
     async def begin(self, message: BeginGroup) -> Draw:

@@ -129,7 +129,7 @@ class PendingRequest:
             return tuple([choice.complete() for choice in choices])
 
     def _event(self, interaction: Interaction, answer: Answer | None, now: float) -> TurnEnded:
-        history, sending = self.plan.match.history, self.sending
+        match, sending = self.plan.match, self.sending
         attempt = None
         if sending is not None:
             attempt = Attempt(fingerprint=sending.fingerprint, number=sending.number, idempotency_key=sending.key)
@@ -137,8 +137,8 @@ class PendingRequest:
         return TurnEnded(
             session=self.journal.session,
             interaction=interaction,
-            frame=(history.frame.system, history.frame.tools, history.frame.options),
-            prompt_digest=history.digest(len(history.messages)),
+            frame=(match.frame.system, match.frame.tools, match.frame.options),
+            prompt_digest=match.digest(len(match.messages)),
             ended_at=now,
             attempt=attempt,
             siblings=tuple(choice.interaction for choice in self.choices) if attempt is not None else (),

@@ -26,7 +26,7 @@ therefore after the turns that they follow.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -276,7 +276,7 @@ class _Row:
             reward=self._returns[last.id],
             tag=last.tag,
             predecessors=np.concatenate(self._predecessors) if is_tree else None,
-            routed_experts=self._experts(),
+            routed_experts=experts_of([turn.completion for turn in self.turns], self.paths, self._size),
             turn_infos=tuple(
                 TurnInfo(
                     depth=self._depths.get(turn.id, 0),
@@ -341,26 +341,27 @@ class _Row:
                 columns["raw_logprobs"][where] = completion.raw_logprobs
         return columns
 
-    def _experts(self) -> Experts | None:
-        """Return the recorded experts [num_tokens, layers, k]; ``None`` unless all turns recorded some.
-
-        A token that several turns computed has the experts of the first of them, and the last token of a conversation
-        has none.
-        """
-        recorded = [None if turn.completion is None else turn.completion.routed_experts for turn in self.turns]
-        known = [experts for experts in recorded if experts is not None]
-        if not known or len(known) < len(recorded):
-            return None
-        unknown = np.iinfo(known[0].dtype).max
-        result = np.full((self._size, *known[0].shape[1:]), unknown, dtype=known[0].dtype)
-        for experts, nodes in zip(known, self.paths, strict=True):
-            where = nodes[:-1][len(nodes) - 1 - len(experts) :]
-            result[where] = np.where(result[where] == unknown, experts, result[where])
-        return result
-
 
 CreateRow = Callable[[], _Row]
 _NONE: Indices = np.zeros(0, np.int64)
+
+
+def experts_of(completions: Sequence[Completion | None], paths: Iterable[Indices], num_tokens: int) -> Experts | None:
+    """Return the recorded experts of a row's tokens [num_tokens, layers, k]; ``None`` unless all turns recorded some.
+
+    ``paths`` has for each turn the positions of its context and its output. A token that several turns computed has the
+    experts of the first of them, and the last token of a conversation has none.
+    """
+    recorded = [None if completion is None else completion.routed_experts for completion in completions]
+    known = [experts for experts in recorded if experts is not None]
+    if not known or len(known) < len(recorded):
+        return None
+    unknown = np.iinfo(known[0].dtype).max
+    result = np.full((num_tokens, *known[0].shape[1:]), unknown, dtype=known[0].dtype)
+    for experts, nodes in zip(known, paths, strict=True):
+        where = nodes[:-1][len(nodes) - 1 - len(experts) :]
+        result[where] = np.where(result[where] == unknown, experts, result[where])
+    return result
 
 
 def checked_completion(turn: Interaction, num_tokens: int) -> Completion:

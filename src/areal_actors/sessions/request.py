@@ -11,10 +11,9 @@ first caller leaves, the turn is aborted; a retry that waits then takes its plac
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import numpy as np
@@ -25,7 +24,6 @@ from areal_actors.domain import (
     Answer,
     AnswerStarted,
     Attempt,
-    ChatMessage,
     Chunk,
     CompletionRequest,
     Delta,
@@ -35,7 +33,6 @@ from areal_actors.domain import (
     Grammar,
     Interaction,
     InteractionId,
-    Ints,
     ReasoningDelta,
     SampledTokens,
     SampleKey,
@@ -48,7 +45,6 @@ from areal_actors.domain import (
     ToolChoice,
     TurnEnded,
     Usage,
-    as_ints,
     digest_tokens,
     join_chunks,
     split_completion,
@@ -57,7 +53,7 @@ from areal_actors.errors import ActorStopped, ContextLengthExceeded, SessionEnde
 from areal_actors.kernel import Ref
 from areal_actors.lib.tracing import set_error
 from areal_actors.messages import Generate, Generation
-from areal_actors.rendering import AnswerStream, Renderer, join_deltas
+from areal_actors.rendering import Renderer, join_deltas
 from areal_actors.sessions.journal import SessionJournal
 from areal_actors.sessions.retries import CachedRequest, RetryCache
 
@@ -227,7 +223,6 @@ async def answer(turn: PendingRequest, generation: Ref[Generation]) -> tuple[Ans
                 choice.feed(chunk)
                 if choice.has_stopped:
                     break
-            choice.flush()
         for choice in turn.choices:
             check_complete(turn, choice)
         return await turn.complete(*turn.choices)
@@ -344,7 +339,6 @@ class RequestPlanner:
                 plan=plan,
                 tree=session.tree,
                 renderer=self._renderer,
-                call_ids=lambda: f"call_{secrets.token_hex(12)}",
                 is_streaming=is_streaming,
             )
             choices.append(choice)
@@ -454,27 +448,27 @@ class Choice:
         plan: PromptPlan,
         tree: ConversationTree,
         renderer: Renderer,
-        call_ids: Callable[[], str],
         is_streaming: bool,
     ) -> None:
+        request = plan.request
         self.interaction = interaction
         self.index = index
         self._plan = plan
         self._tree = tree
-        self._renderer = renderer
-        self._call_ids = call_ids
-        self._is_raw = is_raw(plan.request)
-        self._stop = plan.request.sampling.stop
-        self._said: list[Delta] = []
+        options: dict[str, Any] = {
+            "tools": _callable_tools(request),
+            "template_kwargs": request.template_kwargs,
+            "is_plain": is_raw(request),
+        }
+        self._parser = renderer.open_stream(**options, stop=request.sampling.stop, is_eager=is_streaming)
+        self._is_parsed_at_once = not is_streaming and not request.sampling.stop
+        """Whether nothing is read of the answer before it is complete."""
+        self._begun = None if request.begun is None else renderer.parse(plan.beginning, **options)
+        self._said: list[Delta] = [*self._parser.begin(plan.beginning)]
         """The deltas so far, with the beginning that the client wrote; of a stream, those that the client has."""
-        self._num_unsent = 0 if plan.request.begun is None else len(self._parse(as_ints([])).content or "")
+        said = sum(len(delta.text) for delta in self._said if isinstance(delta, TextDelta))
+        self._num_unsent = 0 if self._begun is None else len(self._begun.content or "") - said
         """Characters of that beginning that the client does not receive."""
-        self._parser: AnswerStream | None = None
-        # An answer that is neither streamed nor searched for stop strings is parsed at once, when it is complete.
-        if is_streaming or self._stop:
-            self._parser = self._open_parser(is_eager=is_streaming)
-            self._said += self._parser.begin(plan.beginning)
-            self._num_unsent -= sum(len(delta.text) for delta in self._said if isinstance(delta, TextDelta))
         self.chunks: list[Chunk] = []
         self._is_flushed = False
         self._prepared: tuple[Interaction, Answer] | None = None
@@ -483,28 +477,6 @@ class Choice:
         self.answer: Answer | None = None
         """The answer, once complete."""
 
-    def _open_parser(self, *, is_eager: bool) -> AnswerStream:
-        request = self._plan.request
-        return self._renderer.open_stream(
-            tools=_callable_tools(request),
-            stop=self._stop,
-            template_kwargs=request.template_kwargs,
-            call_ids=self._call_ids,
-            is_plain=self._is_raw,
-            is_eager=is_eager,
-        )
-
-    def _parse(self, token_ids: Ints) -> ChatMessage:
-        """Return the message of the beginning of the answer and the sampled ids."""
-        request, beginning = self._plan.request, self._plan.beginning
-        return self._renderer.parse(
-            np.concatenate([beginning, token_ids]) if len(beginning) else token_ids,
-            tools=_callable_tools(request),
-            template_kwargs=request.template_kwargs,
-            call_ids=self._call_ids,
-            is_plain=self._is_raw,
-        )
-
     def feed(self, chunk: Chunk) -> Sequence[Delta]:
         """Store a chunk; return the deltas that the client may see.
 
@@ -512,7 +484,7 @@ class Choice:
         with it are kept, as all sampled tokens are.
         """
         deltas: Sequence[Delta] = ()
-        if self._parser is not None and len(chunk.token_ids):
+        if not self._is_parsed_at_once and len(chunk.token_ids):
             deltas = self._parser.feed(chunk.token_ids)
         if self.has_stopped:
             chunk = evolve(chunk, finish=FinishReason.STOP)
@@ -524,14 +496,17 @@ class Choice:
     @property
     def has_stopped(self) -> bool:
         """Whether a stop string has ended the answer, so that no chunk follows."""
-        return self._parser is not None and self._parser.stop_sequence is not None
+        return self._parser.stop_sequence is not None
 
     def flush(self) -> Sequence[Delta]:
         """Return the deltas that the parser held back, once no chunk follows. A second call returns nothing."""
-        if self._parser is None or self._is_flushed:
+        if self._is_flushed:
             return ()
         self._is_flushed = True
-        return self._note(self._parser.finish())
+        deltas: list[Delta] = []
+        if self._is_parsed_at_once and self.chunks:
+            deltas += self._parser.feed(np.concatenate([chunk.token_ids for chunk in self.chunks]))
+        return self._note([*deltas, *self._parser.finish()])
 
     def _note(self, deltas: Sequence[Delta]) -> Sequence[Delta]:
         # Further calls may be sampled, but are hidden from a client that wants one call at a time.
@@ -577,21 +552,22 @@ class Choice:
         return answer
 
     def prepare(self) -> tuple[Interaction, Answer]:
-        """Return what ``complete`` will record and return. The interaction stays pending until then."""
-        sampled, request = join_chunks(self.chunks), self._plan.request
-        if self._is_flushed:
-            # The message is the one that the client has received, so that its echo is recognised.
-            message = join_deltas(self._said)
-        else:
-            message = self._parse(sampled.token_ids)
-            if not request.parallel_tool_calls:
-                message = evolve(message, tool_calls=message.tool_calls[:1])
-            if message.tool_calls:
-                calls = [evolve(call, id=self._tree.issue_call_id(call.id)) for call in message.tool_calls]
-                message = evolve(message, tool_calls=tuple(calls))
+        """Return what ``complete`` will record and return. The interaction stays pending until then.
+
+        The message is the one that the client of a stream has received, so that its echo is recognised.
+        """
+        self.flush()
+        sampled, message = join_chunks(self.chunks), join_deltas(self._said)
         interaction = self._tree.prepare(self.interaction, sampled, message)
         completion = interaction.completion
         assert completion is not None
+        if self._begun is not None:
+            # What the client has not written itself: clients put both together.
+            message = evolve(
+                message,
+                content=(message.content or "").removeprefix(self._begun.content or "") or None,
+                reasoning=None if message.reasoning == self._begun.reasoning else message.reasoning,
+            )
         usage = Usage(
             prompt_tokens=len(self._plan.token_ids),
             completion_tokens=len(sampled.token_ids),
@@ -600,22 +576,13 @@ class Choice:
         # Shares the tree's arrays, so that keeping an answer for its retry costs almost no memory.
         answer = Answer(
             interaction=self.interaction,
-            message=message if request.begun is None else self._without_beginning(message),
+            message=message,
             completion=completion,
             usage=usage,
-            stop_sequence=None if self._parser is None else self._parser.stop_sequence,
+            stop_sequence=self._parser.stop_sequence,
         )
         self._prepared = interaction, answer
         return self._prepared
-
-    def _without_beginning(self, message: ChatMessage) -> ChatMessage:
-        """Return what the client has not written itself: clients put both together."""
-        begun = self._parse(as_ints([]))
-        return evolve(
-            message,
-            content=(message.content or "").removeprefix(begun.content or "") or None,
-            reasoning=None if message.reasoning == begun.reasoning else message.reasoning,
-        )
 
     def cancel(self) -> None:
         """Record that the answer is no longer wanted, and keep the sampled tokens. Does nothing once ended."""

@@ -200,8 +200,8 @@ class ParentIndex:
             for position in _answer_positions(messages)
         )
         known = ((position, max(entry.num_messages for entry in given)) for position, given in strays if given)
-        hint = hint or next(starmap(_edit_or_truncation, known), ForkReason.ROOT)
-        return evolve(asked, fork_hint=hint)
+        hint = hint or next(starmap(_edit_or_truncation, known), None)
+        return asked if hint is None else evolve(asked, fork_hint=hint)
 
     def is_asked(self, asked: Match) -> bool:
         """Return whether exactly these messages were requested before."""
@@ -428,7 +428,8 @@ def _digest(request: CompletionRequest) -> Match:
     """Return the match of a request without a parent."""
     messages = request.messages
     frame = Frame(system_digest(messages), tools_digest(request.tools), options_digest(request.template_kwargs))
-    return Match(messages=messages, digests=prefix_digests(messages), frame=frame, new_messages=messages)
+    digests, root = prefix_digests(messages), ForkReason.ROOT
+    return Match(messages=messages, digests=digests, frame=frame, new_messages=messages, fork_hint=root)
 
 
 def _edit_or_truncation(position: int, num_messages: int) -> ForkReason:

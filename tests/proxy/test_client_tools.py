@@ -63,9 +63,6 @@ CHAT_PATCH = {
     "custom": {"name": "patch", "description": "Edit files.", "format": {"type": "grammar", "grammar": GRAMMAR}},
 }
 FUNCTION = {"type": "function", "name": "look", "parameters": {"type": "object"}}
-OFFERED = {
-    "computer_use_preview": {"display_width": 1024, "display_height": 768, "environment": "linux"},
-}
 SPACES = st.text(" \n\t", max_size=2)
 PIECES = st.sampled_from(
     [
@@ -296,7 +293,7 @@ def test_typed_tool_calls_round_trip_through_the_sdk(data, kind):
     row = OPENAI_TOOLS[kind]
     arguments = json.dumps(data.draw(values_of(row.parameters)))
     dialect = ResponsesDialect(clock=lambda: 0.0)
-    parsed = dialect.parse({"input": "hi", "tools": [{"type": kind, **OFFERED.get(kind, {})}], "stream": True})
+    parsed = dialect.parse({"input": "hi", "tools": [{"type": kind}], "stream": True})
     call = ToolCall(id="call_1", name=row.name, arguments=arguments)
     document = orjson.loads(orjson.dumps(dialect.format_answers(parsed, [answer_with(call)])))
     (item,) = document["output"]
@@ -337,18 +334,13 @@ ANTHROPIC_TYPES = [
     "text_editor_20250429",
     "text_editor_20250728",
     "memory_20250818",
-    "computer_20241022",
-    "computer_20250124",
-    "computer_20251124",
 ]
 
 
 @pytest.mark.parametrize("kind", ANTHROPIC_TYPES)
 def test_typed_tools_of_anthropic_are_functions(kind):
-    """Any date; under the name that the client gives, with the size of the screen."""
+    """Any date; under the name that the client gives."""
     tool = {"type": kind, "name": "its_name", "cache_control": None}
-    if kind.startswith("computer"):
-        tool |= {"display_width_px": 1024, "display_height_px": 768}
     messages = [{"role": "user", "content": "hi"}]
     (function,) = MessagesDialect().parse({"messages": messages, "tools": [tool]}).request.tools
     forced = {"messages": messages, "tools": [tool], "tool_choice": {"type": "tool", "name": "its_name"}}
@@ -356,7 +348,6 @@ def test_typed_tools_of_anthropic_are_functions(kind):
     assert function.name == "its_name"
     assert function.description
     assert function.parameters["additionalProperties"] is False
-    assert ("1024 by 768" in function.description) is kind.startswith("computer")
     assert MessagesDialect().parse(forced).request.tool_choice == "its_name"
 
 
@@ -407,24 +398,10 @@ def test_tool_results_are_read_as_text(call, result, text):
     assert (message.role, message.content, message.tool_call_id) == ("tool", text, "c1")
 
 
-def test_screenshot_is_refused_as_an_image():
-    """Refused by name from clients whose images are refused."""
-    call = CALLED | {"type": "computer_call", "action": {"type": "screenshot"}, "pending_safety_checks": []}
-    shot = {"type": "computer_screenshot", "image_url": "https://x/y.png"}
-    history = [
-        {"role": "user", "content": "hi"},
-        call,
-        {"type": "computer_call_output", "call_id": "c1", "output": shot},
-    ]
-
-    with pytest.raises(UnsupportedParameter, match="computer_screenshot"):
-        ResponsesDialect().parse({"input": history})
-
-
 @pytest.mark.parametrize("kind", sorted(OPENAI_TOOLS))
 def test_tool_choice_names_a_typed_tool_by_type(kind):
     """And a freeform tool by its name; the answer repeats the choice."""
-    tools = [{"type": kind, **OFFERED.get(kind, {})}, PATCH]
+    tools = [{"type": kind}, PATCH]
     parsed = ResponsesDialect().parse({"input": "hi", "tools": tools, "tool_choice": {"type": kind}})
     custom = ResponsesDialect().parse(
         {"input": "hi", "tools": tools, "tool_choice": {"type": "custom", "name": "patch"}}

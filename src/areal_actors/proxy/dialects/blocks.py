@@ -64,7 +64,7 @@ class UnsupportedBlocks:
         return evolve(self, images=self.images or default, files=self.files or default)
 
 
-_IMAGES = frozenset({"image", "image_url", "input_image", "computer_screenshot"})
+_IMAGES = frozenset({"image", "image_url", "input_image"})
 _FILES = frozenset({"document", "file", "input_file", "input_audio", "audio", "container_upload"})
 _CALLS = ("tool_use", "tool_result", "_call", "_call_output")
 """Ends of the types of calls and results: those of functions, and of tools that OpenAI's clients run."""
@@ -113,9 +113,6 @@ def _replace_in_message(message: Any, policy: UnsupportedBlocks, where: str) -> 
     lists: dict[str, list[Any]] = {}
     for name in ("content", "output"):
         blocks = message.get(name)
-        if isinstance(blocks, dict) and blocks.get("type") == "computer_screenshot":
-            # The result of a computer's call is a picture, not a list.
-            blocks = [blocks]
         if isinstance(blocks, list):
             replaced = (_replace(block, policy, f"{where}.{name}[{index}]") for index, block in enumerate(blocks))
             lists[name] = [block for block in replaced if block is not None]

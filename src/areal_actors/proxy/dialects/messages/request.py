@@ -244,7 +244,7 @@ def parse_anthropic_tools(value: Any, param: str = "tools") -> tuple[Tool, ...]:
         if typed is not None:
             tools.append(typed.create_function(raw, where))
         elif raw.get("type") not in (None, "custom"):
-            raise refuse_tool(raw, where, "custom tools, bash, text_editor, memory and computer")
+            raise refuse_tool(raw, where, "custom tools, bash, text_editor and memory")
         else:
             tools.append(parse_tool(raw, where, schema="input_schema", needs_schema=True))
     return require_distinct(tools)
@@ -292,7 +292,7 @@ MESSAGES_FIELDS = FieldTable(
         honoured(
             "tools",
             Kind(OBJECTS, parse_anthropic_tools),
-            "custom tools, and bash, text_editor, memory and computer of any date; those of Anthropic's servers as "
+            "custom tools, and bash, text_editor and memory of any date; those of Anthropic's servers as "
             "unsupported_blocks says; defer_loading is ignored",
             default=(),
         ),

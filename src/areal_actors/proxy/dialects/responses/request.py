@@ -234,8 +234,6 @@ def _read_output(raw: JsonObject, where: str) -> str:
             text = "" if output is None else _read_content(output, where)
             # The model reads nothing but the text.
             return text if text and status == "completed" else f"{status}\n{text}".strip()
-        case "computer_call_output" if isinstance(output, dict):
-            return _read_content([output], where)
         case _:
             return _read_content(output, where)
 
@@ -254,18 +252,11 @@ def _read_shell_output(raw: Any, where: str) -> str:
 
 def _read_call(raw: JsonObject, where: str) -> ToolCall:
     call_id, namespace = required_text(raw, "call_id", where), raw.get("namespace")
-    if raw["type"] in CALL_ITEMS:
-        return _read_typed_call(raw, where, call_id)
+    if (typed := CALL_ITEMS.get(raw["type"])) is not None:
+        return typed.read_call(raw, call_id, where)
     parse = parse_freeform_call if raw["type"] == "custom_tool_call" else parse_call
     call = parse(raw, where, call_id)
     return evolve(call, name=_join_name(namespace, call.name)) if isinstance(namespace, str) and namespace else call
-
-
-def _read_typed_call(raw: JsonObject, where: str, call_id: str) -> ToolCall:
-    rows = [tool for tool in OPENAI_TOOLS.values() if tool.item == raw["type"]]
-    # Both computer tools have calls of one type.
-    row = next((tool for tool in rows if tool.key and raw.get(tool.key) is not None), rows[0])
-    return row.read_call(raw, call_id, where)
 
 
 # ------------------------------------------------------------------------------------------------------- fields
@@ -368,8 +359,8 @@ RESPONSES_FIELDS = FieldTable(
         honoured(
             "tools",
             Kind(OBJECTS, _parse_offer),
-            "functions and custom tools, also in namespaces, local_shell, shell, apply_patch, computer and "
-            "computer_use_preview; those of OpenAI's servers as unsupported_blocks says",
+            "functions and custom tools, also in namespaces, local_shell, shell and apply_patch; those of OpenAI's "
+            "servers as unsupported_blocks says",
             default=Offer(),
         ),
         honoured("tool_choice", TOOL_CHOICE, "auto, none, required, a tool, or allowed_tools"),

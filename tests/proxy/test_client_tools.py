@@ -6,7 +6,6 @@ import json
 from contextlib import asynccontextmanager
 
 import anthropic
-import httpx
 import openai
 import orjson
 import pytest
@@ -32,8 +31,6 @@ from areal_actors.domain import (
     Usage,
 )
 from areal_actors.errors import InvalidRequest, UnsupportedParameter
-from areal_actors.proxy import ProxyConfig
-from areal_actors.proxy.dialects.blocks import ToolPolicy, UnsupportedBlocks
 from areal_actors.proxy.dialects.chat.answer import ChatDialect
 from areal_actors.proxy.dialects.client_tools import (
     NEEDED,
@@ -433,12 +430,10 @@ def test_server_tools_are_left_out_beside_client_tools(kinds):
     """The request decides, not its user agent; what was left out is named. Alone, they stay and are refused."""
     tools = [{"type": kind, "name": f"t{index}"} for index, kind in enumerate(kinds)]
     own = [tool for tool in tools if tool["type"] not in SERVER]
-    body, left_out = without_server_tools({"tools": tools}, drop=None)
+    body, left_out = without_server_tools({"tools": tools})
 
     assert body["tools"] == (own or tools)
     assert set(left_out) == ({tool["type"] for tool in tools} - {tool["type"] for tool in own} if own else set())
-    assert without_server_tools({"tools": tools}, drop=False) == ({"tools": tools}, ())
-    assert without_server_tools({"tools": tools}, drop=True)[0]["tools"] == own
 
 
 def test_additional_tools_are_tools_of_the_request():
@@ -448,7 +443,7 @@ def test_additional_tools_are_tools_of_the_request():
     offer = {"type": "additional_tools", "role": "developer", "tools": [FUNCTION, namespace, {"type": "web_search"}]}
     again = {"type": "additional_tools", "role": "developer", "tools": [later]}
     body = {"input": [offer, {"role": "user", "content": "hi"}, again]}
-    kept, left_out = without_server_tools(with_additional_tools(body), drop=None)
+    kept, left_out = without_server_tools(with_additional_tools(body))
     parsed = ResponsesDialect().parse(kept)
 
     assert left_out == ("web_search",)
@@ -463,29 +458,10 @@ def test_hosted_shell_is_a_server_tool():
     """Its commands would run on OpenAI's machines."""
     hosted = {"type": "shell", "environment": {"type": "container_auto"}}
 
-    assert without_server_tools({"tools": [hosted, FUNCTION]}, drop=None)[1] == ("shell",)
+    assert without_server_tools({"tools": [hosted, FUNCTION]})[1] == ("shell",)
     with pytest.raises(UnsupportedParameter, match="servers"):
         ResponsesDialect().parse({"input": "hi", "tools": [hosted]})
     assert ResponsesDialect().parse({"input": "hi", "tools": [{"type": "shell", "environment": {"type": "local"}}]})
-
-
-@pytest.mark.anyio
-@pytest.mark.parametrize(("policy", "status"), [(ToolPolicy.REFUSE, [400, 400]), (ToolPolicy.DROP, [200, 200])])
-async def test_server_tools_setting_decides(policy, status):
-    """``refuse`` never leaves one out, ``drop`` always does."""
-    config = ProxyConfig(unsupported_blocks=UnsupportedBlocks(server_tools=policy))
-    search = {"type": "web_search"}
-    async with (
-        open_scripted_proxy(config=config) as proxy,
-        proxy.open_session() as session,
-        httpx.AsyncClient() as http,
-    ):
-        answers = [
-            await http.post(f"{session.base_url}/responses", json={"input": "hi", "tools": tools})
-            for tools in ([FUNCTION, search], [search])
-        ]
-
-    assert [answer.status_code for answer in answers] == status
 
 
 # --------------------------------------------------------------------------------------------------- through the SDKs

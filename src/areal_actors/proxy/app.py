@@ -47,7 +47,7 @@ from areal_actors.proxy.config import ProxyConfig
 from areal_actors.proxy.control import ControlEndpoints
 from areal_actors.proxy.dialects import ROUTES
 from areal_actors.proxy.dialects.base import AnswerStream, Dialect, TokenBytes
-from areal_actors.proxy.dialects.blocks import ToolPolicy, replace_blocks
+from areal_actors.proxy.dialects.blocks import replace_blocks
 from areal_actors.proxy.dialects.client_tools import with_additional_tools, without_server_tools
 from areal_actors.proxy.dialects.fields import JsonObject
 from areal_actors.proxy.exchange import (
@@ -151,14 +151,14 @@ class CompletionEndpoint:
         Yields the body as it was sent, its object without content and tools that the model cannot use, the usage to be
         counted, and the trained model that it names.
         """
-        limits, policy = self.config, self.config.unsupported_blocks
+        limits = self.config
         raw = await exchange.read_body(max_bytes=limits.max_body_bytes, timeout_seconds=limits.body_timeout_seconds)
         body: JsonObject = parse_object(raw)
         # The dialect refuses what is no flag. A request whose tokens are counted has none.
         quiet_seconds = limits.keep_alive_seconds if body.get("stream") is True else None
         async with exchange.cut_on_disconnect(quiet_seconds=quiet_seconds):
-            drop = None if policy.server_tools is None else policy.server_tools is ToolPolicy.DROP
-            body, left_out = without_server_tools(with_additional_tools(replace_blocks(body, policy)), drop=drop)
+            body = with_additional_tools(replace_blocks(body, limits.unsupported_blocks))
+            body, left_out = without_server_tools(body)
             if left_out:
                 exchange.add_header(LEFT_OUT_HEADER, ", ".join(left_out).encode())
             credential = self.authenticator.identify(exchange, body.get("session_id"))

@@ -292,18 +292,18 @@ def is_offer(raw: Any) -> bool:
     return isinstance(raw, dict) and raw.get("type") == "additional_tools" and isinstance(raw.get("tools"), list)
 
 
-def without_server_tools(body: JsonObject, *, drop: bool | None) -> tuple[JsonObject, tuple[str, ...]]:
+def without_server_tools(body: JsonObject) -> tuple[JsonObject, tuple[str, ...]]:
     """Return ``body`` without the tools that the vendor's servers would run, and the types of those left out.
 
-    By default they are left out if tools that the client runs remain: agents offer all that a vendor has, and the model
-    does its work with the rest. A request for server tools alone, or one whose tool choice names one, cannot be
-    answered as it was meant, and is left to be refused by name. ``drop`` leaves them out always, or never.
+    They are left out if tools that the client runs remain: agents offer all that a vendor has, and the model does its
+    work with the rest. A request for server tools alone, or one whose tool choice names one, cannot be answered as it
+    was meant, and is left to be refused by name.
     """
     tools = body.get("tools")
-    if drop is False or not isinstance(tools, list):
+    if not isinstance(tools, list):
         return body, ()
     kept = [raw for raw in tools if not _is_server_tool(raw)]
-    if len(kept) == len(tools) or not (kept or drop):
+    if len(kept) == len(tools) or not kept:
         return body, ()
     left_out = (str(raw["type"]) for raw in tools if _is_server_tool(raw))
     return {**body, "tools": kept}, tuple(dict.fromkeys(left_out))

@@ -292,8 +292,8 @@ MESSAGES_FIELDS = FieldTable(
         honoured(
             "tools",
             Kind(OBJECTS, parse_anthropic_tools),
-            "custom tools, and bash, text_editor and memory of any date; those of Anthropic's servers as "
-            "unsupported_blocks says; defer_loading is ignored",
+            "custom tools, and bash, text_editor and memory of any date; those of Anthropic's servers are left out "
+            "beside these; defer_loading is ignored",
             default=(),
         ),
         honoured(

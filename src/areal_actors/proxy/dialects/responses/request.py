@@ -360,7 +360,7 @@ RESPONSES_FIELDS = FieldTable(
             "tools",
             Kind(OBJECTS, _parse_offer),
             "functions and custom tools, also in namespaces, local_shell, shell and apply_patch; those of OpenAI's "
-            "servers as unsupported_blocks says",
+            "servers are left out beside these",
             default=Offer(),
         ),
         honoured("tool_choice", TOOL_CHOICE, "auto, none, required, a tool, or allowed_tools"),

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from areal_actors.cache import (
     STYLES,
-    Exported,
     Unrewarded,
     backpropagate,
     export_trajectories,
@@ -49,7 +48,7 @@ def reference_prompt(turn: Interaction, by_id: dict[InteractionId, Interaction])
     return [*reference_prompt(parent, by_id), *parent.completion.token_ids.tolist(), *turn.prompt_suffix.tolist()]
 
 
-def trained_tokens(exported: Exported) -> Counter[tuple[Any, ...]]:
+def trained_tokens(exported: Episode) -> Counter[tuple[Any, ...]]:
     """(turn, position in its output, id, logprob, version, return) of every trained token, counted."""
     found: Counter[tuple[Any, ...]] = Counter()
     for row in exported.trajectories:
@@ -61,6 +60,11 @@ def trained_tokens(exported: Exported) -> Counter[tuple[Any, ...]]:
                 found[(row.interactions[turn], seen[turn], *(c[t].item() for c in columns))] += 1
             seen[turn] += 1
     return found
+
+
+def num_trained(exported: Episode) -> int:
+    """The number of sampled tokens that a row trains."""
+    return sum(row.num_trained_tokens for row in exported.trajectories)
 
 
 def sampled_tokens(
@@ -94,7 +98,7 @@ def test_sampled_tokens_are_trained_once_or_listed(
 
     assert dict.fromkeys(expected, 1) == dict(trained_tokens(exported))
     total = sum(len(turn.completion.token_ids) for turn in record.interactions if turn.completion is not None)
-    assert total == exported.num_trained_tokens + exported.num_untrained_tokens
+    assert total == num_trained(exported) + sum(entry.num_tokens for entry in exported.untrained)
     assert left_out == {turn.id: len(turn.completion.token_ids) for turn in record.interactions if turn.id in left_out}
 
 

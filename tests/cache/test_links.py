@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_actors.cache import Match
-from areal_actors.cache.links import History
 from areal_actors.domain import (
     ChatMessage,
     CompletionRequest,
@@ -459,4 +458,3 @@ def test_any_list_of_messages_is_a_root_of_an_empty_session(
     found = match(new_talk(), messages)
 
     assert found.parent is None
-    assert isinstance(found.history, History)

@@ -76,7 +76,7 @@ class Journaled:
             ended = self.tree.cancel(interaction, completion, output)
         else:
             ended = self.tree.fail(interaction, "why")
-        history = self.plans[name].match.history
+        history = self.plans[name].match
         frame = (history.frame.system, history.frame.tools, history.frame.options)
         digest = history.digest(len(history.messages))
         self.events.append(TurnEnded(session=S, interaction=ended, frame=frame, prompt_digest=digest, ended_at=0.0))
@@ -140,7 +140,7 @@ def seen(tree: ConversationTree, renderer: Any, request: CompletionRequest) -> t
     known = tree.get(match.parent.id) if match.parent is not None else None
     begun = tree.begin(InteractionId("next"), plan)
     links = (plan.parent, plan.token_parent, plan.fork, begun.fork, match.fork_hint, match.num_instructions)
-    return links, known, plan.messages, plan.token_ids.tolist(), plan.suffix.tolist(), match.history.digests
+    return links, known, plan.messages, plan.token_ids.tolist(), plan.suffix.tolist(), match.digests
 
 
 @given(data=st.data())

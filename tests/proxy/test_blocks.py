@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from areal_actors.errors import InvalidRequest, UnsupportedParameter
 from areal_actors.proxy import ProxyConfig
-from areal_actors.proxy.dialects.blocks import BlockPolicy, ToolPolicy, UnsupportedBlocks, replace_blocks
+from areal_actors.proxy.dialects.blocks import UnsupportedBlocks, replace_blocks
 from areal_actors.proxy.dialects.chat.answer import ChatDialect
 from areal_actors.proxy.dialects.messages.answer import MessagesDialect
 from areal_actors.proxy.dialects.responses.answer import ResponsesDialect
@@ -26,7 +26,7 @@ CHAT_IMAGE = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,
 RESPONSES_IMAGE = {"type": "input_image", "image_url": f"data:image/png;base64,{PNG}"}
 SEEN = "[image/png: an image, which this model cannot see]"
 REFERENCE = {"type": "tool_reference", "tool_name": "WebFetch"}
-TOLERANT = UnsupportedBlocks(images=BlockPolicy.PLACEHOLDER, files=BlockPolicy.PLACEHOLDER)
+TOLERANT = UnsupportedBlocks.PLACEHOLDER
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=6),
@@ -38,7 +38,7 @@ json_values = st.recursive(
 )
 
 
-REFUSING = UnsupportedBlocks(images=BlockPolicy.REFUSE, files=BlockPolicy.REFUSE, server_tools=ToolPolicy.REFUSE)
+REFUSING = UnsupportedBlocks.REFUSE
 
 
 def ask(dialect, block, policy=REFUSING):
@@ -59,14 +59,12 @@ CASES = [(ChatDialect, CHAT_IMAGE), (MessagesDialect, ANTHROPIC_IMAGE), (Respons
 
 
 @pytest.mark.parametrize(("dialect", "image"), CASES)
-def test_images_are_refused_described_or_dropped(dialect, image):
-    """By default with 400; as a placeholder with type and size; or without a trace."""
+def test_images_are_refused_or_described(dialect, image):
+    """By default with 400; or as a placeholder with type and size."""
     with pytest.raises(UnsupportedParameter):
         ask(dialect(), image)
 
     assert ask(dialect(), image, TOLERANT)[0].content == f"look\n{SEEN}"
-    dropping = UnsupportedBlocks(images=BlockPolicy.DROP)
-    assert ask(dialect(), image, dropping)[0].content == "look"
 
 
 @pytest.mark.parametrize(
@@ -108,7 +106,6 @@ def test_blocks_of_any_json_are_accepted(body):
         assert replace_blocks(body, TOLERANT).keys() == body.keys()
 
 
-@pytest.mark.parametrize("policy", [TOLERANT, UnsupportedBlocks(images=BlockPolicy.DROP)])
 @pytest.mark.parametrize(
     ("dialect", "image", "field"),
     [
@@ -126,10 +123,10 @@ def test_blocks_of_any_json_are_accepted(body):
         (MessagesDialect, {"type": "image", "source": {"media_type": "image/png", "data": 7}}, "source.data"),
     ],
 )
-def test_malformed_image_is_refused(policy, dialect, image, field):
+def test_malformed_image_is_refused(dialect, image, field):
     """A placeholder, or a gap, would hide the mistake from the author of the client."""
     with pytest.raises(InvalidRequest) as caught:
-        ask(dialect(), image, policy)
+        ask(dialect(), image, TOLERANT)
 
     base = "input" if dialect is ResponsesDialect else "messages"
     assert caught.value.param == f"{base}[0].content[1].{field}"
@@ -167,7 +164,7 @@ CODING_AGENTS = [
     "QwenCode/0.24.4 (linux; x64)",
 ]
 OTHERS = ["", "OpenAI/Python 3.52.0", "GitHubCopilotChat/1", "Kilo-Code/5", "Continue/1", "cline/3", "pi/1"]
-UNSET = UnsupportedBlocks()
+UNSET = None
 QUESTION = {"role": "user", "content": "look"}
 FUNCTION = {"type": "function", "id": "c", "function": {"name": "f", "arguments": "{}"}}
 ACTS = [
@@ -217,14 +214,6 @@ def test_images_before_the_first_call_are_refused(dialect, image):
         ask(dialect(), image, UNSET)
 
 
-@given(st.sampled_from(BlockPolicy), st.sampled_from(ToolPolicy))
-def test_configured_block_policy_holds_in_every_message(block, tool):
-    """Before the first call of a tool, and after it."""
-    settings = UnsupportedBlocks(images=block, files=block, server_tools=tool)
-
-    assert settings.for_message(is_acting=True) == settings.for_message(is_acting=False) == settings
-
-
 @pytest.mark.anyio
 async def test_content_has_the_same_meaning_from_every_client():
     """No name of a client decides what its model reads."""
@@ -262,7 +251,7 @@ TEXTS = [
 ]
 
 
-@pytest.mark.parametrize("policy", [UNSET, TOLERANT, UnsupportedBlocks(files=BlockPolicy.DROP), REFUSING])
+@pytest.mark.parametrize("policy", [UNSET, TOLERANT, REFUSING])
 @pytest.mark.parametrize(("dialect", "block"), TEXTS)
 def test_text_documents_are_read_under_every_policy(dialect, block, policy):
     """A document is a form of text, if it holds text."""

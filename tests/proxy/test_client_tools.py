@@ -6,7 +6,6 @@ import json
 from contextlib import asynccontextmanager
 
 import anthropic
-import httpx
 import openai
 import orjson
 import pytest
@@ -32,8 +31,6 @@ from areal_actors.domain import (
     Usage,
 )
 from areal_actors.errors import InvalidRequest, UnsupportedParameter
-from areal_actors.proxy import ProxyConfig
-from areal_actors.proxy.dialects.blocks import ToolPolicy, UnsupportedBlocks
 from areal_actors.proxy.dialects.chat.answer import ChatDialect
 from areal_actors.proxy.dialects.client_tools import (
     NEEDED,
@@ -63,9 +60,6 @@ CHAT_PATCH = {
     "custom": {"name": "patch", "description": "Edit files.", "format": {"type": "grammar", "grammar": GRAMMAR}},
 }
 FUNCTION = {"type": "function", "name": "look", "parameters": {"type": "object"}}
-OFFERED = {
-    "computer_use_preview": {"display_width": 1024, "display_height": 768, "environment": "linux"},
-}
 SPACES = st.text(" \n\t", max_size=2)
 PIECES = st.sampled_from(
     [
@@ -296,7 +290,7 @@ def test_typed_tool_calls_round_trip_through_the_sdk(data, kind):
     row = OPENAI_TOOLS[kind]
     arguments = json.dumps(data.draw(values_of(row.parameters)))
     dialect = ResponsesDialect(clock=lambda: 0.0)
-    parsed = dialect.parse({"input": "hi", "tools": [{"type": kind, **OFFERED.get(kind, {})}], "stream": True})
+    parsed = dialect.parse({"input": "hi", "tools": [{"type": kind}], "stream": True})
     call = ToolCall(id="call_1", name=row.name, arguments=arguments)
     document = orjson.loads(orjson.dumps(dialect.format_answers(parsed, [answer_with(call)])))
     (item,) = document["output"]
@@ -337,18 +331,13 @@ ANTHROPIC_TYPES = [
     "text_editor_20250429",
     "text_editor_20250728",
     "memory_20250818",
-    "computer_20241022",
-    "computer_20250124",
-    "computer_20251124",
 ]
 
 
 @pytest.mark.parametrize("kind", ANTHROPIC_TYPES)
 def test_typed_tools_of_anthropic_are_functions(kind):
-    """Any date; under the name that the client gives, with the size of the screen."""
+    """Any date; under the name that the client gives."""
     tool = {"type": kind, "name": "its_name", "cache_control": None}
-    if kind.startswith("computer"):
-        tool |= {"display_width_px": 1024, "display_height_px": 768}
     messages = [{"role": "user", "content": "hi"}]
     (function,) = MessagesDialect().parse({"messages": messages, "tools": [tool]}).request.tools
     forced = {"messages": messages, "tools": [tool], "tool_choice": {"type": "tool", "name": "its_name"}}
@@ -356,7 +345,6 @@ def test_typed_tools_of_anthropic_are_functions(kind):
     assert function.name == "its_name"
     assert function.description
     assert function.parameters["additionalProperties"] is False
-    assert ("1024 by 768" in function.description) is kind.startswith("computer")
     assert MessagesDialect().parse(forced).request.tool_choice == "its_name"
 
 
@@ -407,24 +395,10 @@ def test_tool_results_are_read_as_text(call, result, text):
     assert (message.role, message.content, message.tool_call_id) == ("tool", text, "c1")
 
 
-def test_screenshot_is_refused_as_an_image():
-    """Refused by name from clients whose images are refused."""
-    call = CALLED | {"type": "computer_call", "action": {"type": "screenshot"}, "pending_safety_checks": []}
-    shot = {"type": "computer_screenshot", "image_url": "https://x/y.png"}
-    history = [
-        {"role": "user", "content": "hi"},
-        call,
-        {"type": "computer_call_output", "call_id": "c1", "output": shot},
-    ]
-
-    with pytest.raises(UnsupportedParameter, match="computer_screenshot"):
-        ResponsesDialect().parse({"input": history})
-
-
 @pytest.mark.parametrize("kind", sorted(OPENAI_TOOLS))
 def test_tool_choice_names_a_typed_tool_by_type(kind):
     """And a freeform tool by its name; the answer repeats the choice."""
-    tools = [{"type": kind, **OFFERED.get(kind, {})}, PATCH]
+    tools = [{"type": kind}, PATCH]
     parsed = ResponsesDialect().parse({"input": "hi", "tools": tools, "tool_choice": {"type": kind}})
     custom = ResponsesDialect().parse(
         {"input": "hi", "tools": tools, "tool_choice": {"type": "custom", "name": "patch"}}
@@ -456,12 +430,10 @@ def test_server_tools_are_left_out_beside_client_tools(kinds):
     """The request decides, not its user agent; what was left out is named. Alone, they stay and are refused."""
     tools = [{"type": kind, "name": f"t{index}"} for index, kind in enumerate(kinds)]
     own = [tool for tool in tools if tool["type"] not in SERVER]
-    body, left_out = without_server_tools({"tools": tools}, drop=None)
+    body, left_out = without_server_tools({"tools": tools})
 
     assert body["tools"] == (own or tools)
     assert set(left_out) == ({tool["type"] for tool in tools} - {tool["type"] for tool in own} if own else set())
-    assert without_server_tools({"tools": tools}, drop=False) == ({"tools": tools}, ())
-    assert without_server_tools({"tools": tools}, drop=True)[0]["tools"] == own
 
 
 def test_additional_tools_are_tools_of_the_request():
@@ -471,7 +443,7 @@ def test_additional_tools_are_tools_of_the_request():
     offer = {"type": "additional_tools", "role": "developer", "tools": [FUNCTION, namespace, {"type": "web_search"}]}
     again = {"type": "additional_tools", "role": "developer", "tools": [later]}
     body = {"input": [offer, {"role": "user", "content": "hi"}, again]}
-    kept, left_out = without_server_tools(with_additional_tools(body), drop=None)
+    kept, left_out = without_server_tools(with_additional_tools(body))
     parsed = ResponsesDialect().parse(kept)
 
     assert left_out == ("web_search",)
@@ -486,29 +458,10 @@ def test_hosted_shell_is_a_server_tool():
     """Its commands would run on OpenAI's machines."""
     hosted = {"type": "shell", "environment": {"type": "container_auto"}}
 
-    assert without_server_tools({"tools": [hosted, FUNCTION]}, drop=None)[1] == ("shell",)
+    assert without_server_tools({"tools": [hosted, FUNCTION]})[1] == ("shell",)
     with pytest.raises(UnsupportedParameter, match="servers"):
         ResponsesDialect().parse({"input": "hi", "tools": [hosted]})
     assert ResponsesDialect().parse({"input": "hi", "tools": [{"type": "shell", "environment": {"type": "local"}}]})
-
-
-@pytest.mark.anyio
-@pytest.mark.parametrize(("policy", "status"), [(ToolPolicy.REFUSE, [400, 400]), (ToolPolicy.DROP, [200, 200])])
-async def test_server_tools_setting_decides(policy, status):
-    """``refuse`` never leaves one out, ``drop`` always does."""
-    config = ProxyConfig(unsupported_blocks=UnsupportedBlocks(server_tools=policy))
-    search = {"type": "web_search"}
-    async with (
-        open_scripted_proxy(config=config) as proxy,
-        proxy.open_session() as session,
-        httpx.AsyncClient() as http,
-    ):
-        answers = [
-            await http.post(f"{session.base_url}/responses", json={"input": "hi", "tools": tools})
-            for tools in ([FUNCTION, search], [search])
-        ]
-
-    assert [answer.status_code for answer in answers] == status
 
 
 # --------------------------------------------------------------------------------------------------- through the SDKs

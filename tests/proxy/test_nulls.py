@@ -130,11 +130,8 @@ BODIES = {
                 "strict": True,
             },
             {
-                "type": "computer_20250124",
+                "type": "bash_20250124",
                 "name": "c",
-                "display_width_px": 9,
-                "display_height_px": 9,
-                "display_number": 1,
             },
         ],
         "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},

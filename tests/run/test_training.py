@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import resource
-import sqlite3
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +74,8 @@ def wait_until(is_true: Callable[[], bool]) -> None:
 
 
 def essence(run_dir: Path) -> list[dict[str, Any]]:
-    """What a run learnt, without the time that it took, what was sampled meanwhile, and what was answered again."""
-    took = ("seconds", "per_second", "sampled_tokens", "_replayed")
+    """What a run learnt, without the time that it took and what was sampled meanwhile."""
+    took = ("seconds", "per_second", "sampled_tokens")
     return [{k: v for k, v in row.items() if not k.endswith(took)} for row in read_metrics(run_dir)]
 
 
@@ -148,68 +147,11 @@ def test_run_killed_before_checkpoint_samples_no_group_again(whole_run: tuple[Pa
     assert essence(expected)[:3] == essence(run_dir)[:3]
 
 
-def test_run_killed_within_episodes_samples_no_turn_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Its agents start over, and are given the turns that they had: by their ids, and token by token in the rows."""
-    run_dir, agent = tmp_path / "run", ROOT / "tools" / "chaos" / "tool_agent.py"
-    # No episode ends before the kill, however late the poll below sees its turns.
-    gate = tmp_path / "gate"
-    monkeypatch.setenv("AREAL_TEST_GATE", str(gate))
-    options = (
-        f"dataset={{python: '{agent}:problems', size: 64, seed: 0}}",
-        f"rollout.workflow={agent}:HeldAgent",
-        *("eval_dataset=null", "batch_size=2", "rollout.group_size=2", "rollout.max_head_offpolicyness=0"),
-        *("total_steps=1", "logging.row_dumps.every_steps=1"),
-    )
-    directory = RunDirectory(path=run_dir)
-    with run_elsewhere(run_dir, *options, AREAL_TEST_GATE=str(gate)) as process:
-        wait_until(lambda: process.poll() is not None or len(unfinished_turns(directory.groups)) >= 9)
-        process.kill()
-        process.wait()
-    recorded = unfinished_turns(directory.groups)
-    gate.touch()
-    result = run_here(run_dir, *options, "--resume=auto")
-
-    assert result.exit_code == 0, result.output
-    (row,) = read_metrics(run_dir)
-    turns = trained_turns(directory)
-    met = [(name, turn) for name, turn in recorded if episode_of(name) in turns]
-    assert met
-    assert [] == [turn for name, turn in met if turn not in turns[episode_of(name)]]
-    # The journal may hold turns that had not reached its tables when they were read: they are given again, too.
-    assert len(met) <= row["turns_replayed"] <= sum(map(len, turns.values()))
-    assert 0 == row["episodes_diverged"]
-    verified = verify_run(run_dir)
-    assert (1, True) == (verified.num_dumps, verified.is_complete), verified.differences
-
-
 def verify_run(path: Path) -> Any:
     """What the command ``verify`` finds in the run."""
     with skipping_without_plugin():
         from areal_actors_evals.verifying import verify_run as verify
     return verify(path)
-
-
-def unfinished_turns(path: Path) -> list[tuple[str, str]]:
-    """The recorded turns of episodes that are not over, each with the name of its episode."""
-    if not path.exists():
-        return []
-    # Not read-only: the log of a process that was killed has to be recovered. There are no tables at first.
-    with closing(sqlite3.connect(path)) as connection, suppress(sqlite3.OperationalError):
-        query = "SELECT session, interaction FROM turns WHERE session NOT IN (SELECT session FROM forgotten)"
-        return list(connection.execute(query))
-    return []
-
-
-def trained_turns(directory: RunDirectory) -> dict[str, set[str]]:
-    """The turns of the episodes that were trained, by the name of the episode."""
-    lines = directory.sessions.read_text().splitlines(keepends=True) if directory.sessions.exists() else []
-    sessions = [json.loads(line) for line in lines if line.endswith("\n")]
-    return {episode_of(session["session"]): {turn["id"] for turn in session["turns"]} for session in sessions}
-
-
-def episode_of(session: str) -> str:
-    """The group and the member, from the name of a session."""
-    return "-".join(session.split("-")[:3])
 
 
 # ------------------------------------------------------------------------------------------------- what is wrong

@@ -40,7 +40,6 @@ from areal_actors.rendering import Renderer, create_renderer
 from areal_actors.rollouts.capacity import CapacityGranter
 from areal_actors.rollouts.exporter import ExportConfig, Exporter
 from areal_actors.rollouts.staleness import CapacityLimits, CapacityState
-from areal_actors.sessions.episodes import EpisodeRecords
 from areal_actors.sessions.manager import SessionManager, SessionsConfig
 from areal_actors.testing.engines import EchoEngine
 
@@ -118,7 +117,6 @@ async def open_inference_stack(
     start: DataPosition | None = None,
     exporter: Mapping[str, Any] = MappingProxyType({}),
     journal: Journal | None = None,
-    records: EpisodeRecords | None = None,
     max_seconds: float = MAX_SECONDS,
 ) -> AsyncIterator[InferenceStack]:
     """Open the actors, the engine's answers scripted by ``script``. What hangs for too long fails.
@@ -138,7 +136,6 @@ async def open_inference_stack(
                 config=sessions,
                 journal=journal,
                 recovered=None if journal is None else await read_journal(journal),
-                records=records,
                 wall_clock=anyio.current_time,
             )
             sessions_ref = await system.spawn(manager, name="sessions")

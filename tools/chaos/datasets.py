@@ -9,8 +9,6 @@ steps that the witness saw in all processes:
   weights, or still waits; it is not sampled again, and neither is a finished member of a group that was running
 * a step that is repeated has the same groups with the same tokens, and the same numbers in ``metrics.jsonl``
 * no position is trained twice, and none is left out
-* a recorded turn of an episode that was not over is not sampled again, and of each such episode at most as many turns
-  as were in flight; some agents are not deterministic, some are commands; workflows without a session are not recorded
 """
 
 from __future__ import annotations
@@ -20,15 +18,13 @@ import importlib
 import json
 import math
 import random
-import re
 import shutil
 import signal
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +53,6 @@ MEAN_KILL_SECONDS, MAX_KILL_SECONDS = 1.2, 5.0
 """The time from then until it is killed, on the average and at most."""
 TRAP_SECONDS = 6.0
 """How long a process may take to reach the point at which it kills itself, before it is killed from outside."""
-MAX_PARALLEL = 2
-"""The requests that an agent has in flight."""
 SOURCES = ("tools", "command", "workflow")
 Place = tuple[str, int]
 TIMED = ("seconds", "per_second", "sampled_tokens")
@@ -133,11 +127,9 @@ class Play:
         return min(self.random.expovariate(1 / MEAN_KILL_SECONDS), MAX_KILL_SECONDS)
 
     def note_kill(self, what: str) -> None:
-        """Count a kill, and write it down between the samples."""
+        """Count a kill."""
         self.num_kills += 1
         self.counts[f"killed: {what}"] += 1
-        with (self.directory / "samples.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"event": "killed", "what": what}) + "\n")
 
     def take_stock(self) -> RestoredQueue:
         """Write down what the killed run left, and compare it with what was left before."""
@@ -154,8 +146,6 @@ class Play:
             sessions = tuple(episode.session for episode in entry.group.episodes)
             if self.stored.setdefault(entry.group.problem.place, sessions) != sessions:
                 self.problems.append(f"sampled again: {entry.group.id}")
-        self.counts["episodes found unfinished"] += len(restored.episodes.episodes)
-        self.counts["their turns"] += sum(len(episode.turns) for episode in restored.episodes.episodes)
         self.counts["groups found waiting"] += len(restored.waiting)
         self.counts["steps found recorded"] += len(restored.steps)
         for record in read_records(self.run_dir.metrics):
@@ -178,10 +168,7 @@ class Play:
             settings=sampling_digest(self.run_dir.config),
             version=0 if found is None else found.step,
             is_done=is_consumed,
-            max_staleness=config.limits.max_staleness,
         )
-        if restored.episodes.num_too_old:
-            self.problems.append(f"too old: {restored.episodes.num_too_old} episodes")
         # Groups of the checkpoint are discarded if the run was killed before they were deleted; nothing else is.
         for event in restored.void:
             is_lost = isinstance(event, StepLeased)
@@ -214,7 +201,6 @@ class Play:
     def judge(self, waiting: RestoredQueue) -> None:
         """Compare the steps of all processes with one another, and with what was stored."""
         steps = self._compare_steps()
-        self._judge_samples()
         trained: dict[Place, Mapping[str, Any]] = {}
         self.counts["groups trained twice"] = self.counts["groups stored and never trained"] = 0
         for group in (group for step in steps for group in step["groups"]):
@@ -243,50 +229,6 @@ class Play:
         numbers = [record["step"] for record in read_records(self.run_dir.metrics)]
         if numbers != list(range(1, len(numbers) + 1)):
             self.problems.append(f"metrics.jsonl has the steps {numbers}")
-        for name in ("episodes_replayed", "turns_replayed", "episodes_diverged"):
-            self.counts[f"{name} (trained)"] = sum(record[name] for record in read_records(self.run_dir.metrics))
-
-    def _judge_samples(self) -> None:
-        """Compare what the engines of all processes were asked for with the turns that were recorded."""
-        lines = (self.directory / "samples.jsonl").read_text("utf-8").splitlines()
-        recorded: dict[str, int] = {}
-        """The line of each recorded turn."""
-        asked: dict[tuple[Any, ...], list[tuple[int, int, str]]] = {}
-        """By episode and prompt: the number of kills before each sample, its line and its turn."""
-        aborted: set[str] = set()
-        num_kills = 0
-        for number, event in enumerate(map(json.loads, lines)):
-            match event["event"]:
-                case "killed":
-                    num_kills += 1
-                case "recorded":
-                    recorded.setdefault(event["id"], number)
-                case "aborted":
-                    aborted.add(event["id"])
-                # What is left of a sample that another engine began is not sampled again; workflows are not recorded.
-                case "sampled" if (
-                    event["key"][0] == "train" and event["key"][1] != "workflow" and not event["num_drawn"]
-                ):
-                    # One that another engine begins anew has the turn's id and a number.
-                    turn = re.sub(r"\.[0-9]+$", "", event["id"])
-                    asked.setdefault(_prompt_of(event["key"]), []).append((num_kills, number, turn))
-        self.counts["samples"] = sum(map(len, asked.values()))
-        self.counts["turns recorded"] = len(recorded)
-        repeated: Counter[tuple[int, tuple[Any, ...]]] = Counter()
-        self.counts["completed turns sampled again"] = 0
-        for prompt, samples in asked.items():
-            for (kills, _, turn), (_, later, _) in pairwise(samples):
-                if turn not in recorded:
-                    repeated[kills, prompt[:-1]] += 1
-                    # Its client was killed or cut off: the journal has it without an answer.
-                    self.counts["of these, aborted"] += turn in aborted
-                elif recorded[turn] < later:
-                    self.counts["completed turns sampled again"] += 1
-                    self.problems.append(f"a completed turn was sampled again, line {later}: {prompt}")
-        self.counts["turns in flight sampled again"] = repeated.total()
-        self.counts["of one episode, at most"] = max(repeated.values(), default=0)
-        if max(repeated.values(), default=0) > MAX_PARALLEL:
-            self.problems.append(f"more turns in flight than an agent has: {repeated.most_common(3)}")
 
     def _compare_steps(self) -> list[Mapping[str, Any]]:
         """Return the steps that led to the last weights."""
@@ -305,17 +247,6 @@ class Play:
 def _place(task: str) -> Place:
     source, _, position = task.rpartition("-")
     return source, int(position)
-
-
-def _is_recorded(key: Sequence[Any]) -> bool:
-    """Return whether a sample is of a training episode with a session."""
-    return key[0] == "train" and key[1] != "workflow"
-
-
-def _prompt_of(key: list[Any]) -> tuple[Any, ...]:
-    """Return the episode and the digest of the prompt, from the path of a sample key."""
-    digests = [index for index, part in enumerate(key) if re.fullmatch("[0-9a-f]{16}", str(part))]
-    return tuple(key[: digests[0] + 1])
 
 
 def settings(seed: int) -> dict[str, Any]:

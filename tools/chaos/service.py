@@ -91,7 +91,7 @@ class Witness:
         os.write(self._steps, line.encode())
 
     def note_sample(self, event: str, **what: Any) -> None:
-        """Write down that the engine was asked for a sample, or that a turn is in the journal."""
+        """Write down that the engine was asked for a sample."""
         line = json.dumps({"life": self._life, "event": event, **what}) + "\n"
         os.write(self._samples, line.encode())
 
@@ -191,11 +191,6 @@ def _wrap_journal(witness: Witness, store: Any) -> None:
         for kind in kinds:
             witness.reach(f"before {kind}")
         write(self, facts)
-        for fact in facts:
-            # A turn whose client was killed is written as well, as aborted. It has no answer to give again.
-            if type(fact).__name__ == "TurnEnded" and fact.request is not None:
-                event = "recorded" if fact.interaction.status == "completed" else "aborted"
-                witness.note_sample(event, id=fact.interaction.id)
         for kind in kinds:
             witness.reach(f"after {kind}")
         witness.leave(Stage.COMMITTING)

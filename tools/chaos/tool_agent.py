@@ -38,15 +38,12 @@ def share_of_digits(text: str) -> float:
 class ToolAgent:
     """Takes one to eight turns with pauses between them."""
 
-    has_random_tools = True
-    """Whether the tool of some problems gives another result each time."""
-
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
         """Ask, wait for a tool, and ask again; every third problem is looked at in two ways at once."""
         number = data["number"]
         if number % FAILING == FAILING - 1:
             raise ValueError("the tool of this problem is broken")
-        is_random = self.has_random_tools and number % CHANGING == CHANGING - 1
+        is_random = number % CHANGING == CHANGING - 1
         client = AsyncOpenAI(
             base_url=extra_kwargs["base_url"],
             api_key=extra_kwargs["api_key"],
@@ -57,8 +54,7 @@ class ToolAgent:
         async def talk(way: int) -> None:
             plan = random.Random(10 * number + way)
             messages: list[Any] = [{"role": "user", "content": f"{data['question']} {way}"}]
-            num_turns = plan.randint(1, MAX_TURNS)
-            for turn in range(num_turns):
+            for turn in range(plan.randint(1, MAX_TURNS)):
                 asked = {"model": "policy", "messages": messages, "max_tokens": 4}
                 if turn % 2:
                     chunks = [chunk async for chunk in await client.chat.completions.create(stream=True, **asked)]
@@ -66,7 +62,7 @@ class ToolAgent:
                 else:
                     text = (await client.chat.completions.create(**asked)).choices[0].message.content or ""
                 texts[way] = text
-                await self.use_tool(plan.choice(PAUSES), is_last=turn == num_turns - 1)
+                await anyio.sleep(plan.choice(PAUSES))
                 result = os.urandom(2).hex() if is_random else turn
                 messages += [{"role": "assistant", "content": text}, {"role": "user", "content": f"{result}"}]
 
@@ -74,23 +70,6 @@ class ToolAgent:
             for way in range(2 if number % 3 == 0 else 1):
                 ways.start_soon(talk, way)
         return share_of_digits("".join(texts.values()))
-
-    async def use_tool(self, seconds: float, *, is_last: bool) -> None:
-        """Wait for the tool, which takes ``seconds``."""
-        await anyio.sleep(seconds)
-
-
-class HeldAgent(ToolAgent):
-    """Asks the same each time, and does not end before the file that ``AREAL_TEST_GATE`` names exists."""
-
-    has_random_tools = False
-
-    async def use_tool(self, seconds: float, *, is_last: bool) -> None:
-        """Wait for the tool; after the last turn, for the file."""
-        await super().use_tool(seconds, is_last=is_last)
-        gate = anyio.Path(os.environ["AREAL_TEST_GATE"])
-        while is_last and not await gate.exists():  # noqa: ASYNC110 - another process makes it
-            await anyio.sleep(0.02)
 
 
 class ToolWorkflow(RolloutWorkflow):

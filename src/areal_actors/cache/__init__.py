@@ -7,7 +7,7 @@ interactions of a session and ``session`` the sessions, ``prompts`` plans exact 
 
 from __future__ import annotations
 
-from areal_actors.cache.export import STYLES, Exported, export_trajectories
+from areal_actors.cache.export import STYLES, export_trajectories
 from areal_actors.cache.history import full_history, full_ids, lookup_in, prompt_ids
 from areal_actors.cache.links import Match
 from areal_actors.cache.prompts import PromptRenderer, plan_prompt
@@ -28,7 +28,6 @@ __all__ = [
     "RULES",
     "STYLES",
     "ConversationTree",
-    "Exported",
     "IssuedSession",
     "Match",
     "PromptPlan",

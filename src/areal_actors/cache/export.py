@@ -25,14 +25,15 @@ therefore after the turns that they follow.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from attrs import define, field, frozen
 
-from areal_actors.cache.history import Lookup, ancestry, lookup_in, token_path
+from areal_actors.cache.history import Lookup, ancestry, lookup_in
 from areal_actors.cache.rewards import (
     Rule,
     Unrewarded,
@@ -40,11 +41,13 @@ from areal_actors.cache.rewards import (
     credits_of,
     inherited_tree,
     rewarded_conversations,
+    total_reward,
 )
 from areal_actors.cache.roles import role_of, select_roles
 from areal_actors.domain import (
     Completion,
     Credit,
+    Episode,
     Experts,
     Interaction,
     InteractionId,
@@ -60,25 +63,6 @@ from areal_actors.domain import (
 from areal_actors.errors import ExportError
 
 
-@frozen(kw_only=True)
-class Exported:
-    """The rows of one session, and the sampled tokens that are in none of them."""
-
-    session: SessionId
-    trajectories: tuple[Trajectory, ...] = ()
-    untrained: tuple[Untrained, ...] = ()
-
-    @property
-    def num_trained_tokens(self) -> int:
-        """The number of sampled tokens that a row trains."""
-        return sum(row.num_trained_tokens for row in self.trajectories)
-
-    @property
-    def num_untrained_tokens(self) -> int:
-        """The number of sampled tokens that no row trains."""
-        return sum(entry.num_tokens for entry in self.untrained)
-
-
 def export_trajectories(
     record: SessionRecord,
     *,
@@ -88,8 +72,9 @@ def export_trajectories(
     max_tokens: int | None = None,
     unrewarded: Unrewarded | str = Unrewarded.INHERIT,
     train_roles: Collection[str] | None = None,
-) -> Exported:
-    """Return the training rows of a session. This is a pure function of the record.
+    member: int = 0,
+) -> Episode:
+    """Return the episode of a session, with its training rows. This is a pure function of the record.
 
     Args:
         record: The session's current state.
@@ -102,6 +87,7 @@ def export_trajectories(
             return 0.
         train_roles: Roles whose turns are trained (``roles``); those of others are omitted (``other_role``), and take
             no part in rewards. ``None`` trains all.
+        member: The member of its group that the episode is.
 
     Raises:
         ExportError: for an unknown style, rule or treatment, or an inconsistent record.
@@ -116,8 +102,6 @@ def export_trajectories(
     selected = select_roles(record, train_roles)
     tree = inherited_tree(selected, rule, unrewarded)
     returns = backpropagate(tree, discount, rule)
-    depths = dict(zip(tree.ids, tree.depths(), strict=True))
-    lookup = lookup_in(record)
     rewarded = rewarded_conversations(selected) if unrewarded is Unrewarded.SKIP else None
     trained: list[Interaction] = []
     untrained: list[Untrained] = []
@@ -129,9 +113,26 @@ def export_trajectories(
                 trained.append(turn)
             else:
                 untrained.append(Untrained(interaction=turn.id, num_tokens=num_tokens, reason=reason))
-    source = Source(record.id, tuple(trained), returns, depths, credits_of(selected, tree, rule), lookup, max_tokens)
-    rows = STYLES[style](source)
-    return Exported(session=record.id, trajectories=tuple(rows), untrained=tuple(untrained))
+    create_row = partial(
+        _Row,
+        session=record.id,
+        returns=returns,
+        depths=dict(zip(tree.ids, tree.depths(), strict=True)),
+        credits_of_turns=credits_of(selected, tree, rule),
+        lookup=lookup_in(record),
+    )
+    return Episode(
+        session=record.id,
+        member=member,
+        reward=total_reward(record),
+        trajectories=tuple(STYLES[style](trained, create_row, max_tokens)),
+        untrained=tuple(untrained),
+        num_turns=len(record.interactions),
+        num_empty_turns=record.num_empty_turns,
+        is_restored=record.is_restored,
+        logged=record.logged,
+        limit=record.limit,
+    )
 
 
 def _num_sampled(turn: Interaction) -> int:
@@ -161,85 +162,79 @@ def _reason(
 Indices = npt.NDArray[np.int64]
 
 
-def _individual_rows(source: Source) -> list[Trajectory]:
+def _individual_rows(trained: Sequence[Interaction], create_row: CreateRow, _: int | None) -> list[Trajectory]:
     rows: list[Trajectory] = []
-    for turn in source.trained:
-        row = _Row(source)
+    for turn in trained:
+        row = create_row()
         row.add(turn)
         # Earlier outputs are part of the prompt.
-        row.spans, row.paths = row.spans[-1:], row.paths[-1:]
+        row.turns, row.starts, row.paths = row.turns[-1:], row.starts[-1:], row.paths[-1:]
         rows.append(row.build())
     return rows
 
 
-def _concat_rows(source: Source) -> list[Trajectory]:
-    eligible = frozenset(turn.id for turn in source.trained)
+def _concat_rows(trained: Sequence[Interaction], create_row: CreateRow, _: int | None) -> list[Trajectory]:
+    eligible = frozenset(turn.id for turn in trained)
     # The token paths to the trained turns that no other trained turn extends.
     inner: set[InteractionId] = set()
-    paths: list[list[Interaction]] = []
+    rows: list[_Row] = []
     # Descendants first, so that an inner turn is known when it comes up.
-    for turn in reversed(source.trained):
+    for turn in reversed(trained):
         if turn.id not in inner:
-            path = token_path(turn, source.lookup)
-            inner.update(ancestor.id for ancestor in path)
-            paths.append(path)
-    rows: list[Trajectory] = []
+            rows.append(create_row())
+            rows[-1].add(turn)
+            inner.update(ancestor.id for ancestor in rows[-1].turns)
+    rows.reverse()
     # In order of request, so that an output that several leaves share is trained in the first of them.
-    for path in reversed(paths):
-        row = _Row(source)
-        row.add(path[-1])
-        row.trained = {turn.id for turn in path} & eligible
+    for row in rows:
+        row.trained = {turn.id for turn in row.turns} & eligible
         eligible -= row.trained
-        rows.append(row.build())
-    return rows
+    return [row.build() for row in rows]
 
 
-def _tree_rows(source: Source) -> list[Trajectory]:
+def _tree_rows(trained: Sequence[Interaction], create_row: CreateRow, max_tokens: int | None) -> list[Trajectory]:
     """Return one row of all turns to train and their context, or several if it would be longer than allowed.
 
     A turn that is trained in one row is context in the next.
     """
-    trees = [_Row(source)]
-    for turn in source.trained:
-        if source.max_tokens is not None and trees[-1].size_with(turn) > source.max_tokens:
-            trees.append(_Row(source))
+    trees = [create_row()]
+    for turn in trained:
+        if max_tokens is not None and trees[-1].size_with(turn) > max_tokens:
+            trees.append(create_row())
         trees[-1].add(turn)
-    return [tree.build(is_tree=True) for tree in trees if tree.spans]
-
-
-@define(eq=False)
-class _End:
-    """The end of a turn's tokens: the last node (-1: none yet), its depth, and the prompt parts read after it.
-
-    ``readings`` has the ids of each part and the nodes that hold them.
-    """
-
-    node: int = -1
-    depth: int = 0
-    readings: list[tuple[Ints, Indices]] = field(factory=list)
-
-    def shared(self, ids: Ints) -> Indices:
-        """Return the nodes of the longest known prefix of ``ids``."""
-        longest = _NONE
-        for known, nodes in self.readings:
-            length = min(len(ids), len(known))
-            differs = ids[:length] != known[:length]
-            num_shared = int(differs.argmax()) if differs.any() else length
-            if num_shared > len(longest):
-                longest = nodes[:num_shared]
-        return longest
+    return [tree.build(is_tree=True) for tree in trees if tree.turns]
 
 
 class _Row:
-    """A row under construction, as the tree of its tokens. Without branches, each token follows the one before."""
+    """A row under construction, as the tree of its tokens. Without branches, each token follows the one before.
 
-    def __init__(self, source: Source) -> None:
-        self.spans: list[Span] = []
+    ``returns``, ``depths`` and ``credits_of_turns`` are those of all completed turns; ``lookup`` finds every turn.
+    """
+
+    def __init__(
+        self,
+        *,
+        session: SessionId,
+        returns: Mapping[InteractionId, float],
+        depths: Mapping[InteractionId, int],
+        credits_of_turns: Mapping[InteractionId, Credit],
+        lookup: Lookup,
+    ) -> None:
+        self.turns: list[Interaction] = []
+        self.starts: list[int] = []
+        """For each turn, the position of its output."""
         self.paths: list[Indices] = []
-        """For each span, the nodes of its turn: the one before its prompt part, the prompt part and the output."""
+        """For each turn, its nodes: the one before its prompt part, the prompt part and the output."""
         self.trained: set[InteractionId] = set()
-        self._source = source
-        self._ends: dict[InteractionId | None, _End] = {None: _End()}
+        self._session = session
+        self._returns = returns
+        self._depths = depths
+        self._credits = credits_of_turns
+        self._lookup = lookup
+        self._ends: dict[InteractionId | None, tuple[int, int]] = {None: (-1, 0)}
+        """For each turn, its last node (-1: none yet) and that node's depth."""
+        self._readings: defaultdict[InteractionId | None, list[tuple[Ints, Indices]]] = defaultdict(list)
+        """For each turn, the ids of the prompt parts that were read after it, and the nodes that hold them."""
         self._ids: list[Ints] = []
         self._predecessors: list[npt.NDArray[np.integer]] = []
         self._size = 0
@@ -247,41 +242,52 @@ class _Row:
     def size_with(self, turn: Interaction) -> int:
         """Return the number of tokens of the row after ``turn`` was added."""
         missing = self._missing(turn)
-        shared = self._ends[missing[0].token_parent].shared(missing[0].prompt_suffix)
+        shared = self._shared(missing[0])
         return self._size - len(shared) + sum(len(t.prompt_suffix) + _num_sampled(t) for t in missing)
 
     def add(self, turn: Interaction) -> None:
         """Add the context of ``turn``, and its output, which is trained here."""
         for each in self._missing(turn):
-            parent = self._ends[each.token_parent]
-            shared = parent.shared(each.prompt_suffix)
-            before = int(shared[-1]) if len(shared) else parent.node
+            parent, depth = self._ends[each.token_parent]
+            shared = self._shared(each)
+            before = int(shared[-1]) if len(shared) else parent
             nodes = np.concatenate([shared, self._append(each.prompt_suffix[len(shared) :], after=before)])
             if len(shared) < len(nodes):
-                parent.readings.append((each.prompt_suffix, nodes))
-            depth = parent.depth + len(nodes)
+                self._readings[each.token_parent].append((each.prompt_suffix, nodes))
+            depth += len(nodes)
             completion = checked_completion(each, depth)
-            self.spans.append(Span(each, completion, self._size))
+            self.turns.append(each)
+            self.starts.append(self._size)
             # Sampled tokens are never shared, even if two answers are equal: each has its own return.
-            sampled = self._append(completion.token_ids, after=int(nodes[-1]) if len(nodes) else parent.node)
-            path = np.concatenate([[parent.node], nodes, sampled])
+            sampled = self._append(completion.token_ids, after=int(nodes[-1]) if len(nodes) else parent)
+            path = np.concatenate([[parent], nodes, sampled])
             self.paths.append(path)
-            self._ends[each.id] = _End(node=int(path[-1]), depth=depth + len(sampled))
+            self._ends[each.id] = int(path[-1]), depth + len(sampled)
         self.trained.add(turn.id)
 
     def build(self, *, is_tree: bool = False) -> Trajectory:
         """Return the finished row."""
-        last = self.spans[-1].turn
+        last = self.turns[-1]
         return Trajectory(
-            session=self._source.session,
-            interactions=tuple(span.turn.id for span in self.spans),
+            session=self._session,
+            interactions=tuple(turn.id for turn in self.turns),
             input_ids=np.concatenate(self._ids),
-            **columns_of(self.spans, self._size, self._source.returns, self.trained),
-            reward=self._source.returns[last.id],
+            **self._columns(),
+            reward=self._returns[last.id],
             tag=last.tag,
             predecessors=np.concatenate(self._predecessors) if is_tree else None,
-            routed_experts=experts_of([span.completion for span in self.spans], self.paths, self._size),
-            turn_infos=infos_of(self.spans, self._source),
+            routed_experts=experts_of([turn.completion for turn in self.turns], self.paths, self._size),
+            turn_infos=tuple(
+                TurnInfo(
+                    depth=self._depths.get(turn.id, 0),
+                    tag=turn.tag,
+                    finish=None if turn.completion is None else turn.completion.finish,
+                    credit=self._credits.get(turn.id),
+                    sampling=turn.sampling,
+                    digest=turn.digest,
+                )
+                for turn in self.turns
+            ),
         )
 
     def _missing(self, turn: Interaction) -> list[Interaction]:
@@ -290,7 +296,18 @@ class _Row:
         def absent_parent(turn: Interaction) -> InteractionId | None:
             return None if turn.token_parent in self._ends else turn.token_parent
 
-        return ancestry(turn, self._source.lookup, absent_parent)
+        return ancestry(turn, self._lookup, absent_parent)
+
+    def _shared(self, turn: Interaction) -> Indices:
+        """Return the nodes of the longest known prefix of the turn's prompt part."""
+        ids, longest = turn.prompt_suffix, _NONE
+        for known, nodes in self._readings[turn.token_parent]:
+            length = min(len(ids), len(known))
+            differs = ids[:length] != known[:length]
+            num_shared = int(differs.argmax()) if differs.any() else length
+            if num_shared > len(longest):
+                longest = nodes[:num_shared]
+        return longest
 
     def _append(self, ids: Ints, *, after: int) -> Indices:
         """Append nodes for ``ids``, the first of them after node ``after``."""
@@ -301,64 +318,41 @@ class _Row:
             self._size += len(ids)
         return nodes
 
+    def _columns(self) -> dict[str, npt.NDArray[Any]]:
+        """Return the columns other than the ids. Values outside the outputs are neutral."""
+        columns: dict[str, npt.NDArray[Any]] = {
+            "loss_mask": np.zeros(self._size, np.int32),
+            "logprobs": np.zeros(self._size, np.float32),
+            "versions": np.full(self._size, -1, np.int32),
+            "returns": np.zeros(self._size, np.float32),
+            "turns": np.full(self._size, -1, np.int32),
+            "raw_logprobs": np.zeros(self._size, np.float32),
+        }
+        for position, (turn, start) in enumerate(zip(self.turns, self.starts, strict=True)):
+            completion = turn.completion
+            assert completion is not None  # ``add`` has checked it
+            where = slice(start, start + len(completion.token_ids))
+            columns["versions"][where] = completion.versions
+            columns["turns"][where] = position
+            columns["returns"][where] = self._returns.get(turn.id, 0.0)
+            if turn.id in self.trained:
+                columns["loss_mask"][where] = 1
+                columns["logprobs"][where] = completion.logprobs
+                columns["raw_logprobs"][where] = completion.raw_logprobs
+        return columns
 
+
+CreateRow = Callable[[], _Row]
 _NONE: Indices = np.zeros(0, np.int64)
 
 
-@frozen
-class Source:
-    """The input for building rows: the turns to train, in order of request, and facts about every completed turn."""
-
-    session: SessionId
-    trained: tuple[Interaction, ...]
-    returns: Mapping[InteractionId, float]
-    depths: Mapping[InteractionId, int]
-    credits: Mapping[InteractionId, Credit]
-    lookup: Lookup
-    max_tokens: int | None = None
-
-
-@frozen
-class Span:
-    """The position of a turn's output in a row."""
-
-    turn: Interaction
-    completion: Completion
-    start: int
-
-
-def columns_of(
-    spans: Sequence[Span], num_tokens: int, returns: Mapping[InteractionId, float], trained: Collection[InteractionId]
-) -> dict[str, npt.NDArray[Any]]:
-    """Return the columns other than the ids. Values outside the spans are neutral."""
-    columns: dict[str, npt.NDArray[Any]] = {
-        "loss_mask": np.zeros(num_tokens, np.int32),
-        "logprobs": np.zeros(num_tokens, np.float32),
-        "versions": np.full(num_tokens, -1, np.int32),
-        "returns": np.zeros(num_tokens, np.float32),
-        "turns": np.full(num_tokens, -1, np.int32),
-        "raw_logprobs": np.zeros(num_tokens, np.float32),
-    }
-    for position, span in enumerate(spans):
-        where = slice(span.start, span.start + len(span.completion.token_ids))
-        columns["versions"][where] = span.completion.versions
-        columns["turns"][where] = position
-        columns["returns"][where] = returns.get(span.turn.id, 0.0)
-        if span.turn.id in trained:
-            columns["loss_mask"][where] = 1
-            columns["logprobs"][where] = span.completion.logprobs
-            columns["raw_logprobs"][where] = span.completion.raw_logprobs
-    return columns
-
-
-def experts_of(completions: Sequence[Completion], paths: Iterable[Indices], num_tokens: int) -> Experts | None:
+def experts_of(completions: Sequence[Completion | None], paths: Iterable[Indices], num_tokens: int) -> Experts | None:
     """Return the recorded experts of a row's tokens [num_tokens, layers, k]; ``None`` unless all turns recorded some.
 
-    ``paths`` has for each turn the positions of its context and its output; it is read only where experts were
-    recorded, since together the paths of a conversation are quadratic in its length. A token that several turns
-    computed has the experts of the first of them, and the last token of a conversation has none.
+    ``paths`` has for each turn the positions of its context and its output. A token that several turns computed has the
+    experts of the first of them, and the last token of a conversation has none.
     """
-    recorded = [completion.routed_experts for completion in completions]
+    recorded = [None if completion is None else completion.routed_experts for completion in completions]
     known = [experts for experts in recorded if experts is not None]
     if not known or len(known) < len(recorded):
         return None
@@ -368,21 +362,6 @@ def experts_of(completions: Sequence[Completion], paths: Iterable[Indices], num_
         where = nodes[:-1][len(nodes) - 1 - len(experts) :]
         result[where] = np.where(result[where] == unknown, experts, result[where])
     return result
-
-
-def infos_of(spans: Sequence[Span], source: Source) -> tuple[TurnInfo, ...]:
-    """Return the ``TurnInfo`` of each turn of a row, in order."""
-    return tuple(
-        TurnInfo(
-            depth=source.depths.get(span.turn.id, 0),
-            tag=span.turn.tag,
-            finish=span.completion.finish,
-            credit=source.credits.get(span.turn.id),
-            sampling=span.turn.sampling,
-            digest=span.turn.digest,
-        )
-        for span in spans
-    )
 
 
 def checked_completion(turn: Interaction, num_tokens: int) -> Completion:
@@ -406,9 +385,9 @@ def checked_completion(turn: Interaction, num_tokens: int) -> Completion:
     return turn.completion
 
 
-STYLES: Mapping[str, Callable[[Source], list[Trajectory]]] = {
+STYLES: Mapping[str, Callable[[Sequence[Interaction], CreateRow, int | None], list[Trajectory]]] = {
     "individual": _individual_rows,
     "concat": _concat_rows,
     "tree": _tree_rows,
 }
-"""Functions that build rows, by style name."""
+"""Functions that build rows of the turns to train, in order of request, by style name."""

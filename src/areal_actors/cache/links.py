@@ -69,23 +69,11 @@ class Frame:
     options: bytes
 
 
-@frozen
-class History:
-    """The messages of one request, with the digest of each prefix (16 bytes each) and their frame."""
-
-    messages: tuple[ChatMessage, ...]
-    digests: bytes
-    frame: Frame
-
-    def digest(self, num_messages: int) -> bytes:
-        """Return the digest of the first ``num_messages`` messages."""
-        return self.digests[(num_messages - 1) * DIGEST_SIZE : num_messages * DIGEST_SIZE] or ROOT_DIGEST
-
-
 @frozen(kw_only=True)
 class Match:
-    """The position of a request in the tree.
+    """A request's messages, and their position in the tree.
 
+    ``digests`` has the digest of each prefix of ``messages`` (16 bytes each).
     ``new_messages`` are those beyond the parent's prompt and answer, or beyond the first ``num_kept`` messages of these
     if the client edited them (all of them without a parent); the first ``num_instructions`` of them replace its
     instructions (``None``: those stay). ``fork_hint`` is the reason why the request does not extend the answer that it
@@ -94,19 +82,46 @@ class Match:
     parent, an earlier one if the parent's answer was edited, or ``None``.
     """
 
-    parent: Interaction | None
+    messages: tuple[ChatMessage, ...] = field(repr=False)
+    digests: bytes = field(repr=False)
+    frame: Frame = field(repr=False)
     new_messages: tuple[ChatMessage, ...]
-    fork_hint: ForkReason | None
+    parent: Interaction | None = None
+    fork_hint: ForkReason | None = None
     num_instructions: int | None = None
     num_kept: int | None = None
     base: Interaction | None = None
     num_beyond: int = 0
-    history: History = field(repr=False)
 
     @property
     def is_fallback(self) -> bool:
         """Whether the parent is an earlier answer than the one that the request continues, which is not known."""
         return self.base is not None and self.base is self.parent and self.fork_hint is not None
+
+    def digest(self, num_messages: int) -> bytes:
+        """Return the digest of the first ``num_messages`` messages."""
+        return self.digests[(num_messages - 1) * DIGEST_SIZE : num_messages * DIGEST_SIZE] or ROOT_DIGEST
+
+    def linked(
+        self, parent: Interaction, position: int, reason: ForkReason | None, hint: ForkReason | None = None
+    ) -> Match:
+        """Return the match of a faithful echo of the answer of ``parent`` at ``position``.
+
+        ``reason`` is why its tokens cannot be extended, ``hint`` why an answer after it is not the parent.
+        """
+        new, num_instructions = self.messages[position + 1 :], None
+        if reason is ForkReason.NEW_SYSTEM_PROMPT:
+            num_instructions = num_leading_instructions(self.messages)
+            new = self.messages[:num_instructions] + new
+        return evolve(
+            self,
+            parent=parent,
+            new_messages=new,
+            fork_hint=reason or hint,
+            num_instructions=num_instructions,
+            base=parent if reason is None else None,
+            num_beyond=len(self.messages) - position - 1,
+        )
 
 
 @frozen(eq=False)
@@ -148,67 +163,67 @@ class ParentIndex:
 
     def match(self, request: CompletionRequest) -> Match:
         """Find the parent of ``request`` among the completed interactions."""
-        history = _digest(request)
-        messages = history.messages
+        asked = _digest(request)
+        messages = asked.messages
         edited: tuple[_Entry, int] | None = None
         hint: ForkReason | None = None
         has_foreign = False
         for position in _answer_positions(messages):
-            parent, reason = self._choose(history, position)
+            parent, reason = self._choose(asked, position)
             if edited is not None:
                 # The parent is known; only a faithful echo before it is missing, whose tokens can be extended.
                 if parent is not None and reason is None and self._is_ancestor(parent, edited[0]):
-                    return self._edited(*edited, history, base=(parent, position))
+                    return self._edited(*edited, asked, base=(parent, position))
                 continue
             issuer = self._issuer(messages, position, parent)
             if parent is not None and (issuer is None or issuer.id == parent.id):
                 hint = hint or (ForkReason.CLIENT_EDITED_HISTORY if has_foreign else None)
-                return _linked(parent, history, position, reason, hint)
+                return asked.linked(parent, position, reason, hint)
             # An answer at the very end is the beginning of the next one, written by the client, and no echo.
             if position + 1 < len(messages):
                 has_foreign = True
                 if reason is not ForkReason.PARENT_UNFINISHED:
-                    origin = issuer or self._answered_once(history, position) or self._given_once(history, position)
+                    origin = issuer or self._answered_once(asked, position) or self._given_once(asked, position)
                     if origin is not None and self._lookup(origin.id).completed_order is not None:
                         edited = self._follow_faithful(origin, position, messages)
                         continue
                     reason = reason or (None if origin is None else ForkReason.PARENT_UNFINISHED)
             hint = hint or reason
-            if position and history.digest(position) in self._prompts:
+            if position and asked.digest(position) in self._prompts:
                 # An unknown answer to a known prompt.
                 hint = hint or ForkReason.CLIENT_EDITED_HISTORY
         if edited is not None:
-            return self._edited(*edited, history, base=None)
+            return self._edited(*edited, asked, base=None)
         # A known answer after other messages: the client omitted some, or edited one.
         strays = (
             (position, self._given.get(message_digest(messages[position]), ()))
             for position in _answer_positions(messages)
         )
         known = ((position, max(entry.num_messages for entry in given)) for position, given in strays if given)
-        hint = hint or next(starmap(_edit_or_truncation, known), ForkReason.ROOT)
-        return Match(parent=None, new_messages=messages, fork_hint=hint, history=history)
+        hint = hint or next(starmap(_edit_or_truncation, known), None)
+        return asked if hint is None else evolve(asked, fork_hint=hint)
 
-    def is_asked(self, history: History) -> bool:
+    def is_asked(self, asked: Match) -> bool:
         """Return whether exactly these messages were requested before."""
-        return history.digest(len(history.messages)) in self._prompts
+        return asked.digest(len(asked.messages)) in self._prompts
 
     def follow(self, request: CompletionRequest, parent: Interaction) -> Match:
         """Return the match of a request that names its completed parent instead of repeating the history."""
         num_own = int(request.has_instructions)
         instructions, new = request.messages[:num_own], request.messages[num_own:]
         said = full_history(parent, self._lookup)[int(parent.has_instructions) :]
-        history = _digest(evolve(request, messages=(*instructions, *said, *new)))
-        position = len(history.messages) - len(new) - 1
-        ended = self._answers.get(history.digest(position + 1), ())
+        asked = _digest(evolve(request, messages=(*instructions, *said, *new)))
+        position = len(asked.messages) - len(new) - 1
+        ended = self._answers.get(asked.digest(position + 1), ())
         frames = [entry.frame for entry in ended if entry.id == parent.id]
         # The stored history differs from the echo that its client sent if the client renamed call ids.
-        reason = _frame_reason(frames[0], history.frame) if frames else ForkReason.CLIENT_EDITED_HISTORY
-        return _linked(parent, history, position, reason)
+        reason = _frame_reason(frames[0], asked.frame) if frames else ForkReason.CLIENT_EDITED_HISTORY
+        return asked.linked(parent, position, reason)
 
-    def begin(self, interaction_id: InteractionId, history: History) -> None:
-        """Record that ``history`` was requested under this id."""
-        num_messages = len(history.messages)
-        self._ask(_Entry(interaction_id, history.frame, num_messages), history.digest(num_messages))
+    def begin(self, interaction_id: InteractionId, asked: Match) -> None:
+        """Record that these messages were requested under this id."""
+        num_messages = len(asked.messages)
+        self._ask(_Entry(interaction_id, asked.frame, num_messages), asked.digest(num_messages))
 
     def restore(self, interaction: Interaction, frame: Frame, digest: bytes | None) -> None:
         """Add an interaction that began and ended earlier; ``digest`` is that of its messages as they were sent.
@@ -236,26 +251,26 @@ class ParentIndex:
             # The tree issues no id twice; an id of two answers would tell nothing.
             self._issued[call.id] = entry if self._issued.setdefault(call.id, entry) is entry else None
 
-    def _choose(self, history: History, position: int) -> tuple[Interaction | None, ForkReason | None]:
+    def _choose(self, asked: Match, position: int) -> tuple[Interaction | None, ForkReason | None]:
         """Return the best candidate for the answer at ``position``, or the reason why none of them is the parent."""
         reason: ForkReason | None = None
         best: tuple[_Evidence, Interaction, Frame] | None = None
-        for entry in self._answers.get(history.digest(position + 1), ()):
+        for entry in self._answers.get(asked.digest(position + 1), ()):
             interaction = self._lookup(entry.id)
             if interaction.output is None:
                 continue
             stored = without_instructions(full_history(interaction, self._lookup))
-            echoed = without_instructions(history.messages[: position + 1])
+            echoed = without_instructions(asked.messages[: position + 1])
             if len(stored) != len(echoed) or not all(map(is_echo, stored, echoed)):
                 continue
             if interaction.completed_order is None:
                 reason = reason or ForkReason.PARENT_UNFINISHED
                 continue
             evidence = _Evidence(
-                entry.frame.system == history.frame.system,
-                has_same_calls(interaction.output, history.messages[position]),
-                (interaction.output.reasoning or "") == (history.messages[position].reasoning or ""),
-                entry.frame == history.frame,
+                entry.frame.system == asked.frame.system,
+                has_same_calls(interaction.output, asked.messages[position]),
+                (interaction.output.reasoning or "") == (asked.messages[position].reasoning or ""),
+                entry.frame == asked.frame,
                 interaction.completed_order,
             )
             is_proven = evidence.has_same_system
@@ -268,7 +283,7 @@ class ParentIndex:
                 best = evidence, interaction, entry.frame
         if best is None:
             return None, reason
-        return best[1], _frame_reason(best[2], history.frame)
+        return best[1], _frame_reason(best[2], asked.frame)
 
     def _issuer(self, messages: Sequence[ChatMessage], position: int, parent: Interaction | None) -> _Entry | None:
         """Return the interaction that issued the call ids of the echo at ``position``, if exactly one did.
@@ -290,24 +305,24 @@ class ParentIndex:
         found = {entry for name in ids if (entry := self._issued.get(name)) is not None}
         return found.pop() if len(found) == 1 else None
 
-    def _answered_once(self, history: History, position: int) -> _Entry | None:
+    def _answered_once(self, asked: Match, position: int) -> _Entry | None:
         """Return the only interaction that can have been answered at ``position``: by the prompt, or its questions."""
-        asked: Sequence[_Entry] = self._prompts.get(history.digest(position), ())
-        if not asked:
+        entries: Sequence[_Entry] = self._prompts.get(asked.digest(position), ())
+        if not entries:
             # The questions are compared only if this prompt was never asked: a prompt that was asked and has several
             # answers, or none, is certain not to be another one.
-            asked = self._asked_alike(history.messages[:position])
+            entries = self._asked_alike(asked.messages[:position])
         same = []
-        for entry in asked:
+        for entry in entries:
             interaction = self._lookup(entry.id)
             # A request that ended without an answer does not count, since its client asks again; one that is still
             # pending does.
             has_answer = interaction.output is not None or interaction.status is InteractionStatus.PENDING
-            if has_answer and entry.frame.system == history.frame.system:
+            if has_answer and entry.frame.system == asked.frame.system:
                 same.append(entry)
         if len(same) > 1:
             # Digests leave call ids out; two sub-agents that heard the same are told apart by theirs.
-            ids = _call_ids(history.messages[:position])
+            ids = _call_ids(asked.messages[:position])
             same = [
                 entry
                 for entry in same
@@ -315,20 +330,20 @@ class ParentIndex:
             ]
         return same[0] if len(same) == 1 else None
 
-    def _given_once(self, history: History, position: int) -> _Entry | None:
+    def _given_once(self, asked: Match, position: int) -> _Entry | None:
         """Return the only interaction that gave the answer at ``position``, if the question before it is the same."""
         # aider puts the present text of its files before the last question, and adds a reminder to it, which is gone in
         # the next request (and two blanks are added if it is restarted): no prompt of a conversation is ever repeated,
         # but each answer stays behind its question. Other clients send the last few turns only.
-        question, answer = history.messages[max(position - 1, 0)], history.messages[position]
+        question, answer = asked.messages[max(position - 1, 0)], asked.messages[position]
         given = self._given.get(message_digest(answer), ())
-        if len(given) != 1 or given[0].frame.system != history.frame.system:
+        if len(given) != 1 or given[0].frame.system != asked.frame.system:
             return None
         *prompt, output = full_history(self._lookup(given[0].id), self._lookup)
-        asked = next((message for message in reversed(prompt) if message.role in ("user", "tool")), None)
-        if asked is None or asked.role != question.role or not is_echo(output, answer):
+        known = next((message for message in reversed(prompt) if message.role in ("user", "tool")), None)
+        if known is None or known.role != question.role or not is_echo(output, answer):
             return None
-        words, repeated = ((message.content or "").strip() for message in (asked, question))
+        words, repeated = ((message.content or "").strip() for message in (known, question))
         is_same = words == repeated or (bool(repeated) and words.startswith(repeated))
         # An answer that repeats one of its own prompt, such as an example, may be that example.
         is_repeated = any(says_the_same(output, message) for message in prompt)
@@ -363,9 +378,9 @@ class ParentIndex:
             parent = self._lookup(parent).parent
         return parent is not None
 
-    def _edited(self, entry: _Entry, position: int, history: History, *, base: tuple[Interaction, int] | None) -> Match:
+    def _edited(self, entry: _Entry, position: int, asked: Match, *, base: tuple[Interaction, int] | None) -> Match:
         """Return the match of a request that edits the answer of ``entry``, now at ``position``, or its history."""
-        parent, messages = self._lookup(entry.id), history.messages
+        parent, messages = self._lookup(entry.id), asked.messages
         stored, start = full_history(parent, self._lookup), num_leading_instructions(messages)
         # Faithful echoes at the start stay the parent's own messages; everything after them is new.
         num_shared = 0
@@ -375,9 +390,10 @@ class ParentIndex:
             num_shared += 1
         new, num_instructions = messages[start + num_shared :], None
         reason = _edit_or_truncation(position, entry.num_messages)
-        if entry.frame.system != history.frame.system:
+        if entry.frame.system != asked.frame.system:
             reason, num_instructions, new = ForkReason.NEW_SYSTEM_PROMPT, start, messages[:start] + new
-        return Match(
+        return evolve(
+            asked,
             parent=parent,
             new_messages=new,
             fork_hint=reason,
@@ -385,7 +401,6 @@ class ParentIndex:
             num_kept=num_leading_instructions(stored) + num_shared,
             base=None if base is None else base[0],
             num_beyond=0 if base is None else len(messages) - base[1] - 1,
-            history=history,
         )
 
     def _asked_alike(self, messages: Sequence[ChatMessage]) -> Sequence[_Entry]:
@@ -409,10 +424,12 @@ def _questions_digest(messages: Sequence[ChatMessage]) -> bytes:
 _ANSWER = ChatMessage(role="assistant")
 
 
-def _digest(request: CompletionRequest) -> History:
+def _digest(request: CompletionRequest) -> Match:
+    """Return the match of a request without a parent."""
     messages = request.messages
     frame = Frame(system_digest(messages), tools_digest(request.tools), options_digest(request.template_kwargs))
-    return History(messages, prefix_digests(messages), frame)
+    digests, root = prefix_digests(messages), ForkReason.ROOT
+    return Match(messages=messages, digests=digests, frame=frame, new_messages=messages, fork_hint=root)
 
 
 def _edit_or_truncation(position: int, num_messages: int) -> ForkReason:
@@ -436,25 +453,3 @@ def _frame_reason(parent: Frame, frame: Frame) -> ForkReason | None:
     if parent.options != frame.options:
         return ForkReason.TEMPLATE_OPTIONS_CHANGED
     return None
-
-
-def _linked(
-    parent: Interaction, history: History, position: int, reason: ForkReason | None, hint: ForkReason | None = None
-) -> Match:
-    """Return the match of a faithful echo.
-
-    ``reason`` is why its tokens cannot be extended, ``hint`` why an answer after it is not the parent.
-    """
-    new, num_instructions = history.messages[position + 1 :], None
-    if reason is ForkReason.NEW_SYSTEM_PROMPT:
-        num_instructions = num_leading_instructions(history.messages)
-        new = history.messages[:num_instructions] + new
-    return Match(
-        parent=parent,
-        new_messages=new,
-        fork_hint=reason or hint,
-        num_instructions=num_instructions,
-        base=parent if reason is None else None,
-        num_beyond=len(history.messages) - position - 1,
-        history=history,
-    )

@@ -119,7 +119,7 @@ def _plan_prompt(tree: ConversationTree, renderer: PromptRenderer, request: Comp
     base = match.base
     if base is None:
         return _rendered(tree, renderer, request, match, match.fork_hint)
-    messages, completion = match.history.messages, base.completion
+    messages, completion = match.messages, base.completion
     # An answer that was cut off lacks the token that ends a turn, which the renderer must add.
     is_closed = (
         completion is not None

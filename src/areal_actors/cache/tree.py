@@ -256,7 +256,7 @@ class ConversationTree:
         """
         if interaction_id in self._interactions:
             raise Conflict(f"Session {self.session} already has an interaction {interaction_id}; choose another id.")
-        is_asked_again = plan.fork is ForkReason.ROOT and self._index.is_asked(plan.match.history)
+        is_asked_again = plan.fork is ForkReason.ROOT and self._index.is_asked(plan.match)
         interaction = Interaction(
             id=interaction_id,
             order=self._next_order,
@@ -273,7 +273,7 @@ class ConversationTree:
             tag=plan.request.tag if tag is None else tag,
             sampling=plan.request.sampling.distribution() if sampling is None else sampling,
         )
-        self._index.begin(interaction_id, plan.match.history)
+        self._index.begin(interaction_id, plan.match)
         self._num_pending += 1
         self._next_order += 1
         return self._put(interaction)

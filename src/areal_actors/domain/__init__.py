@@ -118,7 +118,6 @@ from areal_actors.domain.sampling import split_completion as split_completion
 from areal_actors.domain.trained_models import TrainedModel as TrainedModel
 from areal_actors.domain.trained_models import is_model_identifier as is_model_identifier
 from areal_actors.domain.tree import EpisodeLimits as EpisodeLimits
-from areal_actors.domain.tree import EpisodePlace as EpisodePlace
 from areal_actors.domain.tree import ForkReason as ForkReason
 from areal_actors.domain.tree import GroupId as GroupId
 from areal_actors.domain.tree import Interaction as Interaction

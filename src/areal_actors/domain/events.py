@@ -52,7 +52,7 @@ class TurnEnded:
     ended_at: float
     attempt: Attempt | None = None
     siblings: tuple[InteractionId, ...] = ()
-    """All choices of its request, including itself, if there is an ``attempt`` or a ``request``."""
+    """All choices of its request, including itself, if there is an ``attempt``."""
     asked: tuple[str, int] | None = None
     """The digest of its prompt and how often its session had asked for that before, which keyed its random numbers.
 
@@ -60,8 +60,6 @@ class TurnEnded:
     """
     num_cached_tokens: int = 0
     stop_sequence: str | None = None
-    request: str | None = None
-    """The digest of everything that its answer depends on, if an agent that starts over may ask for it again."""
 
 
 @frozen(kw_only=True)

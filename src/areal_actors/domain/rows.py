@@ -218,10 +218,6 @@ class Episode:
     is_restored: bool = False
     logged: Mapping[str, float] = field(factory=dict)
     """Named numbers that the agent logged, including those of a failed episode."""
-    num_replayed_turns: int = 0
-    """Turns that were sampled for an earlier run of its agent, and answered again from the journal."""
-    num_dropped_turns: int = 0
-    """Turns of that earlier run that its agent did not ask for again: it has diverged from it."""
     limit: str | None = None
     """The limit that refused a request of its agent, such as ``max_turns``."""
 

@@ -117,19 +117,6 @@ class EpisodeLimits:
 
 
 @frozen(kw_only=True)
-class EpisodePlace:
-    """The place of an episode in a run over a dataset: a member of the group of the problem at a place of its source.
-
-    A process that resumes the run finds the episode's turns by it.
-    """
-
-    group: GroupId
-    problem: tuple[str, int]
-    """The source and the position."""
-    member: int
-
-
-@frozen(kw_only=True)
 class SessionRecord:
     """The current state of a session, as read by export, journal and report. ``interactions`` are in order of request.
 
@@ -145,10 +132,6 @@ class SessionRecord:
     """Named numbers that were logged over HTTP."""
     is_restored: bool = False
     """Whether an earlier process began it. Its last weights may be lost, so its tokens may not be recomputable."""
-    num_replayed: int = 0
-    """Interactions that were answered as an earlier run of the same agent had been."""
-    num_dropped: int = 0
-    """Recorded interactions of that run that the agent has not asked for again. They are not in ``interactions``."""
     limit: str | None = None
     """The limit of its episode that refused a request, such as ``max_turns``."""
 

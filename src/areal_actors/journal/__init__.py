@@ -10,11 +10,6 @@ from areal_actors.journal.base import MemoryJournal as MemoryJournal
 from areal_actors.journal.base import NoJournal as NoJournal
 from areal_actors.journal.config import JournalConfig as JournalConfig
 from areal_actors.journal.config import JournalSync as JournalSync
-from areal_actors.journal.episodes import RecordedEpisode as RecordedEpisode
-from areal_actors.journal.episodes import Recording as Recording
-from areal_actors.journal.episodes import RestoredEpisodes as RestoredEpisodes
-from areal_actors.journal.episodes import restore_episodes as restore_episodes
-from areal_actors.journal.episodes import start_episode as start_episode
 from areal_actors.journal.recovery import RecoveredSession as RecoveredSession
 from areal_actors.journal.recovery import RestoredGroups as RestoredGroups
 from areal_actors.journal.recovery import as_of as as_of

@@ -113,7 +113,6 @@ from areal_actors.messages.sessions import DescribeAnswer as DescribeAnswer
 from areal_actors.messages.sessions import DescribeOwner as DescribeOwner
 from areal_actors.messages.sessions import DescribeSessions as DescribeSessions
 from areal_actors.messages.sessions import EndSession as EndSession
-from areal_actors.messages.sessions import ForgetEpisodes as ForgetEpisodes
 from areal_actors.messages.sessions import ForgetSession as ForgetSession
 from areal_actors.messages.sessions import Intake as Intake
 from areal_actors.messages.sessions import LogNumbers as LogNumbers

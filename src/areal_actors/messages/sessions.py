@@ -14,7 +14,6 @@ from areal_actors.domain import (
     Credential,
     Episode,
     EpisodeLimits,
-    EpisodePlace,
     GroupId,
     Interaction,
     InteractionId,
@@ -82,19 +81,6 @@ class OpenSession(Message[Sessions, SessionOpened]):
     limits: EpisodeLimits = field(factory=EpisodeLimits)
     limited_roles: tuple[str, ...] | None = None
     """The roles whose requests count for ``limits``; ``None`` counts all."""
-    episode: EpisodePlace | None = None
-    """The place of an episode whose agent the run can run again, from the beginning.
-
-    The recorded turns of an earlier run of this agent are answered again, as long as its requests are the same.
-    """
-
-
-@frozen(kw_only=True)
-class ForgetEpisodes(Message[Sessions, None]):
-    """Forget the recorded turns of a ``member`` of a group, or of all its members: their rows are stored."""
-
-    group: GroupId
-    member: int | None = None
 
 
 @frozen(kw_only=True)

@@ -7,7 +7,8 @@ asks actors for everything. ``actor`` serves it on a socket, and any other ASGI 
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from starlette.responses import JSONResponse, Response
 
 from areal_actors.domain import AnswerStarted, Credential
 from areal_actors.kernel import Ref
+from areal_actors.lib.exact_json import parse_object
 from areal_actors.messages import (
     Accounts,
     Capacity,
@@ -27,6 +29,7 @@ from areal_actors.messages import (
     Exports,
     Generation,
     Intake,
+    ModelInUse,
     Models,
     Sessions,
     StreamComplete,
@@ -44,9 +47,9 @@ from areal_actors.proxy.config import ProxyConfig
 from areal_actors.proxy.control import ControlEndpoints
 from areal_actors.proxy.dialects import ROUTES
 from areal_actors.proxy.dialects.base import AnswerStream, Dialect, TokenBytes
-from areal_actors.proxy.dialects.blocks import ToolPolicy, replace_blocks
+from areal_actors.proxy.dialects.blocks import replace_blocks
 from areal_actors.proxy.dialects.client_tools import with_additional_tools, without_server_tools
-from areal_actors.proxy.dialects.fields import parse_object
+from areal_actors.proxy.dialects.fields import JsonObject
 from areal_actors.proxy.exchange import (
     READ,
     Exchange,
@@ -63,7 +66,7 @@ from areal_actors.proxy.stored_responses import StoredResponses
 
 LEFT_OUT_HEADER = b"x-areal-left-out"
 """A header of answers that lists the types of tools that were left out of the request."""
-Resolve = Callable[[Mapping[str, Any], Credential], Awaitable[Mapping[str, Any]]]
+Resolve = Callable[[JsonObject, Credential], Awaitable[JsonObject]]
 
 
 @frozen(kw_only=True)
@@ -82,18 +85,10 @@ class CompletionEndpoint:
 
     async def __call__(self, exchange: Exchange) -> None:
         """Answer one request. If the client disconnects, the work on its behalf is cancelled, down to the engine."""
-        raw, body = await self._read(exchange)
-        credential = self.authenticator.identify(exchange, body.get("session_id"))
-        if self.resolve is not None:
-            body = await self.resolve(body, credential)
-        attempt = read_attempt(exchange.headers, exchange.operation, raw)
-        parsed = self.dialect.parse(body, tag=read_role(exchange))
         exchange.keep_alive = self.dialect.keep_alive
-        async with (
-            exchange.cut_on_disconnect(quiet_seconds=self.config.keep_alive_seconds if parsed.is_stream else None),
-            self.access.admit(credential) as usage,
-            self.selection.select(body.get("model"), usage.credential) as model,
-        ):
+        async with self._admit(exchange) as (raw, body, usage, model):
+            attempt = read_attempt(exchange.headers, exchange.operation, raw)
+            parsed = self.dialect.parse(body, tag=read_role(exchange))
             dialect, sessions, opened = self.dialect, self.sessions, usage.credential
             if model is not None:
                 # No retry evidence: the borrowed session is opened for this request only and has no earlier attempt.
@@ -140,31 +135,40 @@ class CompletionEndpoint:
 
     async def count(self, exchange: Exchange, *, envelope: Mapping[str, str]) -> None:
         """Answer with the ``usage.input_tokens`` of an answer to the same body, in ``envelope``; record nothing."""
-        _, body = await self._read(exchange)
-        credential = self.authenticator.identify(exchange, body.get("session_id"))
-        if self.resolve is not None:
-            body = await self.resolve(body, credential)
-        request = self.dialect.parse(body, tag=None).request
-        async with (
-            exchange.cut_on_disconnect(),
-            self.access.admit(credential, is_counted=False) as usage,
-            self.selection.select(body.get("model"), usage.credential) as model,
-        ):
+        async with self._admit(exchange, is_counted=False) as (_, body, usage, model):
+            request = self.dialect.parse(body).request
             sessions = self.sessions if model is None else model.sessions
             opened = usage.credential if model is None else model.credential
             num_tokens = await sessions.ask(CountTokens(credential=opened, request=request))
             await exchange.send_json(200, {**envelope, "input_tokens": num_tokens})
 
-    async def _read(self, exchange: Exchange) -> tuple[bytes, Mapping[str, Any]]:
-        """Return the body as it was sent, and its object without content and tools that the model cannot use."""
-        limits, policy = self.config, self.config.unsupported_blocks
+    @asynccontextmanager
+    async def _admit(
+        self, exchange: Exchange, *, is_counted: bool = True
+    ) -> AsyncIterator[tuple[bytes, JsonObject, RequestUsage, ModelInUse | None]]:
+        """Serve a request in the block, which its client's leaving cuts.
+
+        Yields the body as it was sent, its object without content and tools that the model cannot use, the usage to be
+        counted, and the trained model that it names.
+        """
+        limits = self.config
         raw = await exchange.read_body(max_bytes=limits.max_body_bytes, timeout_seconds=limits.body_timeout_seconds)
-        body = replace_blocks(parse_object(raw), policy)
-        drop = None if policy.server_tools is None else policy.server_tools is ToolPolicy.DROP
-        body, left_out = without_server_tools(with_additional_tools(body), drop=drop)
-        if left_out:
-            exchange.add_header(LEFT_OUT_HEADER, ", ".join(left_out).encode())
-        return raw, body
+        body: JsonObject = parse_object(raw)
+        # The dialect refuses what is no flag. A request whose tokens are counted has none.
+        quiet_seconds = limits.keep_alive_seconds if body.get("stream") is True else None
+        async with exchange.cut_on_disconnect(quiet_seconds=quiet_seconds):
+            body = with_additional_tools(replace_blocks(body, limits.unsupported_blocks))
+            body, left_out = without_server_tools(body)
+            if left_out:
+                exchange.add_header(LEFT_OUT_HEADER, ", ".join(left_out).encode())
+            credential = self.authenticator.identify(exchange, body.get("session_id"))
+            if self.resolve is not None:
+                body = await self.resolve(body, credential)
+            async with (
+                self.access.admit(credential, is_counted=is_counted) as usage,
+                self.selection.select(body.get("model"), usage.credential) as model,
+            ):
+                yield raw, body, usage, model
 
 
 # ------------------------------------------------------------------------------------ the application

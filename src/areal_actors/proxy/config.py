@@ -59,5 +59,8 @@ class ProxyConfig:
     honour_store: HonourStore = field(factory=HonourStore)
     access_log: bool = False
     """Whether each request is logged: time, route, session (shortened), client, status and seconds; never a key."""
-    unsupported_blocks: UnsupportedBlocks = field(factory=UnsupportedBlocks)
-    """Images, files and tools that the model cannot use: refused, described in words, or left out."""
+    unsupported_blocks: UnsupportedBlocks | None = None
+    """Images and files, which the model cannot read: refused, or described in words in their place.
+
+    By default they are refused before the first call or result of the conversation, and described from there on.
+    """

@@ -27,10 +27,9 @@ from starlette.routing import BaseRoute, Match
 from areal_actors.errors import InvalidRequest, PayloadTooLarge, RequestTimeout, Unavailable
 from areal_actors.kernel import root_cause
 from areal_actors.lib import tracing
-from areal_actors.lib.exact_json import dump_json
+from areal_actors.lib.exact_json import dump_json, parse_object
 from areal_actors.lib.task_groups import open_tasks
 from areal_actors.lib.telemetry import get_logger
-from areal_actors.proxy.dialects.fields import parse_object
 from areal_actors.proxy.failures import Failure, describe_failure, format_openai_failure
 from areal_actors.proxy.sse import KEEP_ALIVE, SSE_HEADERS
 

@@ -22,7 +22,7 @@ import anyio
 from attrs import evolve, field, frozen
 from attrs.validators import ge, in_, le
 
-from areal_actors.cache import STYLES, export_trajectories, total_reward
+from areal_actors.cache import STYLES, export_trajectories
 from areal_actors.cache.rewards import RULES, Unrewarded, load_rule
 from areal_actors.datasets.difficulty import DifficultyConfig
 from areal_actors.domain import DataPosition, Episode, Group, GroupConsumed, GroupId, Problem, SessionId, VersionSaved
@@ -44,7 +44,6 @@ from areal_actors.messages import (
     Drawn,
     Exports,
     ExportSession,
-    ForgetEpisodes,
     ForgetSession,
     Lease,
     LeaseGroups,
@@ -177,7 +176,6 @@ class Exporter(Actor[Exports]):
             stored.group.id: _Ready(group=stored.group, admitted=stored.admitted) for stored in restored.waiting
         }
         self._drawn = restored.drawn
-        self._begun_before = dict(restored.episodes.heads)
         for stored in restored.parts:
             place = stored.group.problem.place
             self._parts.setdefault(place, []).append(stored)
@@ -199,30 +197,17 @@ class Exporter(Actor[Exports]):
         """Read the session and build its rows. The session is kept."""
         record = await self._sessions.ask(CollectSession(session=message.session))
         try:
-            exported = export_trajectories(
+            return export_trajectories(
                 record,
                 style=message.style or self._config.export_style,
                 discount=self._config.turn_discount if message.discount is None else message.discount,
                 rule=self._rule,
                 unrewarded=self._config.unrewarded,
                 train_roles=self._config.train_roles,
+                member=message.member,
             )
         except CustomFunctionError as error:
             raise CustomFunctionError(f"{error} It was asked for session {message.session}.") from error
-        return Episode(
-            session=message.session,
-            member=message.member,
-            reward=total_reward(record),
-            trajectories=exported.trajectories,
-            untrained=exported.untrained,
-            num_turns=len(record.interactions),
-            is_restored=record.is_restored,
-            num_empty_turns=record.num_empty_turns,
-            logged=record.logged,
-            num_replayed_turns=record.num_replayed,
-            num_dropped_turns=record.num_dropped,
-            limit=record.limit,
-        )
 
     @BeginGroup.handler
     async def begin(self, message: BeginGroup) -> Draw:
@@ -231,7 +216,7 @@ class Exporter(Actor[Exports]):
         begun = min(self._begun_before, key=self._age_of, default=None)
         source, position, row = self._draws.draw(message.num_problems, begun=begun)
         place = source, position
-        # Members that an earlier process finished, and turns that it recorded, are as old as they were.
+        # Members that an earlier process finished are as old as they were.
         self._running[place] = min(message.version, self._begun_before.pop(place, message.version))
         finished = tuple(episode for part in self._parts.get(place, []) for episode in part.group.episodes)
         return Draw(source=source, position=position, row=row, finished=finished)
@@ -248,14 +233,7 @@ class Exporter(Actor[Exports]):
         if self._group_journal is not None and place in self._running:
             part = self._stored(message.group, admitted=self._running[place], member=message.member)
             self._parts.setdefault(place, []).append(part)
-            if self._group_journal.add(part):
-                # After the rows are in the journal, in which the events keep their order.
-                self._forget_turns(message.group.id, message.member)
-
-    def _forget_turns(self, group: GroupId, member: int | None = None) -> None:
-        """Let the session manager forget the recorded turns of episodes whose rows are stored."""
-        forgotten = ForgetEpisodes(group=group, member=member)
-        self._context.tasks.start_soon(self._sessions.tell, forgotten)
+            self._group_journal.add(part)
 
     def _stored(self, group: Group, *, admitted: int, member: int | None = None) -> StoredGroup:
         source, position = group.problem.place
@@ -292,8 +270,7 @@ class Exporter(Actor[Exports]):
         if self._group_journal is not None:
             stored = self._stored(group, admitted=admitted)
             # Not waited for: a group that is lost in the last moments is run again.
-            if self._group_journal.add(stored, rejected_at=None if is_accepted else self._next_consumption):
-                self._forget_turns(group.id)
+            self._group_journal.add(stored, rejected_at=None if is_accepted else self._next_consumption)
             parts = self._parts.pop(group.problem.place, [])
             self._group_journal.end_parts(group.id, (part.member for part in parts if part.member is not None))
         if is_accepted:

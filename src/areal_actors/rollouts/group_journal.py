@@ -9,9 +9,8 @@ A run that resumes from a checkpoint repeats the recorded steps with the same gr
 waited. Nothing of them is sampled again. As the steps of all versions that were published are recorded, the weights
 of a version are made again from the same rows, so the versions of restored tokens keep their meaning.
 
-Finished episodes of a group that is not complete are stored one by one, and a restarted group runs the others only.
-The turns of episodes that are not over are in the same file (``journal.episodes``): such an episode is run again from
-its beginning, and its agent is answered as before.
+Finished episodes of a group that is not complete are stored one by one, and a restarted group runs the others only,
+from their beginning.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from typing import TypeVar, cast
 from attrs import define, evolve, field, frozen
 
 from areal_actors.domain import (
-    EpisodePlace,
     Group,
     GroupConsumed,
     GroupId,
@@ -34,7 +32,7 @@ from areal_actors.domain import (
     VersionSaved,
 )
 from areal_actors.errors import JournalError, ProtocolError
-from areal_actors.journal import Journal, RestoredEpisodes, restore_episodes
+from areal_actors.journal import Journal
 from areal_actors.kernel.remote.codec import Codec
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.messages import Drawn
@@ -86,8 +84,6 @@ class RestoredQueue:
     rejected: tuple[StoredGroup, ...] = ()
     parts: tuple[StoredGroup, ...] = ()
     drawn: Drawn = field(factory=Drawn)
-    episodes: RestoredEpisodes = field(factory=RestoredEpisodes)
-    """The turns of episodes that were not over."""
     void: tuple[JournalEvent, ...] = ()
 
     next_step: int = 1
@@ -112,8 +108,8 @@ class GroupJournal:
     """The version that the step makes whose lease is next."""
     _is_broken: bool = field(default=False, init=False)
 
-    def add(self, stored: StoredGroup, *, rejected_at: int | None = None) -> bool:
-        """Store a delivered group, and return whether it can be stored.
+    def add(self, stored: StoredGroup, *, rejected_at: int | None = None) -> None:
+        """Store a delivered group. Log it if it cannot be stored.
 
         If it was rejected, its problem is done in the step that makes ``rejected_at``.
         """
@@ -123,11 +119,10 @@ class GroupJournal:
         except ProtocolError as error:
             # Rows of a workflow may hold objects of its own. The group is trained, but lost if the run is killed.
             _log.warning("group_not_durable", group=group.id, reason=str(error))
-            return False
+            return
         self._note(GroupQueued(group=name, position=group.problem.position, sessions=(), content=content))
         if rejected_at is not None:
             self.reject(group.id, version=rejected_at)
-        return True
 
     def end_parts(self, group: GroupId, members: Iterable[int]) -> None:
         """Store that the group is complete, so that its members that were stored one by one are not needed."""
@@ -186,16 +181,13 @@ def restore_queue(
     version: int,
     first_version: int = 0,
     is_done: Callable[[Problem], bool] = lambda _: False,
-    max_staleness: int | None = None,
 ) -> RestoredQueue:
     """Return what ``events``, in order, restore for a process that resumes from the checkpoint of ``version``.
 
     Groups sampled with other ``settings``, and those of problems that are done according to the checkpoint, are left
     out. Steps train groups from ``first_version`` on. Steps are restored up to the first that is not recorded, or of
     which a group is missing; groups with tokens of later versions are discarded, because those will be other weights.
-    Episodes that were not over are restored if their tokens would not exceed ``max_staleness``.
     """
-    events = tuple(events)
     queued, leased, rejected = _fold(events)
     parts: list[StoredGroup] = []
     over: set[GroupId] = set()
@@ -227,20 +219,6 @@ def restore_queue(
     kept = {stored.group.id for stored in left} | {stored.group.id for step in steps for stored in step.groups}
     parts = [part for part in parts if _tail_version(part) <= last and part.group.id not in kept]
     kept |= over | {_name(part.group.id, part.member) for part in parts}
-
-    def is_over(at: EpisodePlace) -> bool:
-        source, position = at.problem
-        is_stored = not kept.isdisjoint((at.group, _name(at.group, at.member)))
-        return is_stored or is_done(Problem(source=source, position=position, data={}))
-
-    episodes = restore_episodes(
-        events,
-        settings=settings,
-        version=version,
-        last_version=last,
-        max_staleness=max_staleness,
-        is_over=is_over,
-    )
     unused = [event for event in queued.values() if event.content is not None and event.group not in kept]
     since = [stored.drawn for stored in left if stored.step == last + 1]
     return RestoredQueue(
@@ -250,9 +228,7 @@ def restore_queue(
         rejected=tuple(stored for stored in left if stored.group.id in rejected),
         parts=tuple(parts),
         drawn=since[-1] if since else Drawn(),
-        episodes=episodes,
         void=(
-            *episodes.void,
             *(StepLeased(version=at, groups=()) for at, lease in leased.items() if at > last and lease.groups),
             *(GroupQueued(group=event.group, position=event.position, sessions=()) for event in unused),
             # Lets the journal delete the row.

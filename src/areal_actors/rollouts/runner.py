@@ -26,7 +26,6 @@ from areal_actors.domain import (
     Credential,
     Episode,
     EpisodeLimits,
-    EpisodePlace,
     Group,
     GroupId,
     Problem,
@@ -157,13 +156,6 @@ class _Member:
     def is_training(self) -> bool:
         """Whether the exporter needs its session until the group is trained."""
         return self.version is not None and not self.is_eval
-
-    @property
-    def place(self) -> EpisodePlace | None:
-        """Its place in the run, by which its recorded turns are found; only training episodes are recorded."""
-        if not self.is_training:
-            return None
-        return EpisodePlace(group=self.group, problem=self.problem.place, member=self.index)
 
     @property
     def context(self) -> EpisodeContext:
@@ -476,7 +468,6 @@ class RolloutRunner(Actor[Rollouts]):
                 max_tokens=config.max_tokens,
                 limits=config.limits,
                 limited_roles=config.train_roles,
-                episode=member.place,
             )
         )
         is_wanted = False
@@ -610,8 +601,6 @@ class RolloutRunner(Actor[Rollouts]):
             logged=record.logged,
             failure=failure,
             traceback=traceback,
-            num_replayed_turns=record.num_replayed,
-            num_dropped_turns=record.num_dropped,
             limit=limit,
         )
 

@@ -141,11 +141,11 @@ def _has_work(directory: RunDirectory) -> bool:
             return True
         if any(path.is_dir() and any(path.iterdir()) for path in (*directories, *dumps)):
             return True
-        # Turns of episodes that are not over, which a resumed run would not sample again.
-        for path in (directory.journal, directory.groups):
+        # Sessions of external agents, and groups that a resumed run would not sample again.
+        for path, table in ((directory.journal, "sessions"), (directory.groups, "groups")):
             if path.is_file():
                 with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as journal:
-                    if journal.execute("SELECT EXISTS (SELECT 1 FROM sessions)").fetchone() == (1,):
+                    if journal.execute(f"SELECT EXISTS (SELECT 1 FROM {table})").fetchone() == (1,):  # noqa: S608 - one of the two names above
                         return True
     except (OSError, sqlite3.Error):
         return True

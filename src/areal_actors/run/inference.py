@@ -78,7 +78,6 @@ from areal_actors.rollouts.group_journal import GroupJournal, RestoredQueue
 from areal_actors.rollouts.runner import Peers, RolloutsConfig
 from areal_actors.rollouts.staleness import CapacityLimits, CapacityState
 from areal_actors.run.rollouts import RolloutEngine, open_rollouts
-from areal_actors.sessions.episodes import EpisodeRecords
 from areal_actors.sessions.intake import IntakeConfig, IntakeKeeper, IntakePeers
 from areal_actors.sessions.manager import SessionManager, SessionsConfig
 from areal_actors.training.advantages import has_signal
@@ -366,18 +365,13 @@ async def spawn_session_actors(
 ) -> SessionActors:
     """Restore the content of ``journal`` and spawn the actors. Raises ``JournalError`` if it cannot be read.
 
-    Groups of a dataset are written to ``group_journal``, and the turns of episodes that are not over;
-    ``restored_queue`` is what it had.
+    Groups of a dataset are written to ``group_journal``; ``restored_queue`` is what it had.
     """
     journal = journal or NoJournal()
     recovered, facts = await _read_journal(journal, version=version)
     restored = restore_groups(facts, version=version)
     del facts
     queue = restored_queue or RestoredQueue()
-    records = None
-    if group_journal is not None:
-        restored_episodes = queue.episodes.episodes
-        records = EpisodeRecords(group_journal.journal, settings=group_journal.settings, restored=restored_episodes)
     state = CapacityState.at_version(config.limits, version)
     # Restored groups count as at their delivery, so that no more are admitted than in an undisturbed run.
     state = evolve(state, accepted=state.accepted + len(queue.held))
@@ -390,7 +384,6 @@ async def spawn_session_actors(
         capacity=capacity,
         journal=journal,
         recovered=recovered,
-        records=records,
         wall_clock=wall_clock,
     )
     del recovered  # the manager owns the sessions from here on

@@ -50,7 +50,6 @@ from areal_actors.models import resolve_model, resolve_tokenizer
 from areal_actors.rendering import Renderer
 from areal_actors.rollouts.group_journal import GroupJournal, RestoredQueue, restore_queue
 from areal_actors.rollouts.runner import Agents, Peers, RolloutRunner
-from areal_actors.rollouts.staleness import StaleGroups
 from areal_actors.run.advice import warn_of_length, warn_of_singletons
 from areal_actors.run.checks import check_capture_of
 from areal_actors.run.directory import sampling_digest
@@ -216,7 +215,6 @@ async def _open_group_journal(
             version=spec.version,
             first_version=config.limits.first_version,
             is_done=config.queue.open_draws(spec.start).is_consumed,
-            max_staleness=None if config.queue.stale_groups is StaleGroups.TRAIN else config.limits.max_staleness,
         )
     except JournalError as error:
         detail = "Groups that are finished but not trained are sampled again if the run is killed and resumed."
@@ -227,10 +225,6 @@ async def _open_group_journal(
     if restored.held:
         num_steps, num_waiting = len(restored.steps), len(restored.waiting)
         _log.info("groups_restored", steps_repeated=num_steps, waiting=num_waiting, discarded=len(restored.void))
-    episodes = restored.episodes
-    if episodes.episodes or episodes.num_too_old:
-        num_turns = sum(len(episode.turns) for episode in episodes.episodes)
-        _log.info("episodes_restored", episodes=len(episodes.episodes), turns=num_turns, too_old=episodes.num_too_old)
     return group_journal, restored
 
 

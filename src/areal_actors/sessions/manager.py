@@ -27,7 +27,6 @@ from areal_actors.cache.session import SHARD_NAME, create_token_factory
 from areal_actors.domain import (
     Answer,
     AnswerStarted,
-    Attempt,
     CompletionRequest,
     Credential,
     Interaction,
@@ -56,7 +55,6 @@ from areal_actors.messages import (
     DescribeOwner,
     DescribeSessions,
     EndSession,
-    ForgetEpisodes,
     ForgetSession,
     Generation,
     Intake,
@@ -74,12 +72,6 @@ from areal_actors.messages import (
     WatchSessions,
 )
 from areal_actors.rendering import LongText, Renderer, deferring_long_texts
-from areal_actors.sessions.episodes import (
-    EpisodeRecord,
-    EpisodeRecords,
-    answer_again,
-    digest_request,
-)
 from areal_actors.sessions.journal import SessionJournal, restore_retry_cache, restore_session
 from areal_actors.sessions.request import (
     PendingRequest,
@@ -122,8 +114,6 @@ class _Extras:
     budget: EpisodeBudget = field(factory=EpisodeBudget)
     attempts: RetryCache[PendingRequest] = field(factory=RetryCache)
     journal: SessionJournal | None = None
-    record: EpisodeRecord | None = None
-    """The record of an episode, which outlives the session. The session's journal writes to it."""
 
     def admit(self, tree: ConversationTree, request: CompletionRequest, role: str) -> int | None:
         """Return how many tokens each answer may have within the limits of the episode; ``None`` is any number.
@@ -137,19 +127,6 @@ class _Extras:
         num_turns, num_tokens = count_sampled(tree, budget.roles)
         return budget.admit(num_turns=num_turns, num_tokens=num_tokens, num_choices=request.num_choices)
 
-    def note_answered(
-        self,
-        answers: tuple[Answer, ...],
-        attempt: Attempt | None,
-        parent: InteractionId | None,
-    ) -> None:
-        """Treat a request that was answered from a recording as one that was sampled."""
-        names, now = tuple(answer.interaction for answer in answers), anyio.current_time()
-        if parent is not None:
-            self.attempts.note_read(parent)
-        if attempt is not None:
-            self.attempts.begin(attempt, names, None, now).end(answers, now)
-
     @property
     def changing(self) -> AbstractAsyncContextManager[None]:
         """A lock that keeps the changes of a durable session in one order, in memory and in the journal."""
@@ -160,8 +137,7 @@ class SessionManager(Actor[Sessions]):
     """The actor that owns the sessions. ``seed`` keys the samples of sessions that are opened without a key.
 
     Sessions opened as durable are written to ``journal``; ``recovered`` are those that it contained when this process
-    started. ``records`` has the episodes whose agents may start over; without it, these are not recorded.
-    ``wall_clock`` returns seconds since 1970.
+    started. ``wall_clock`` returns seconds since 1970.
     """
 
     def __init__(
@@ -175,7 +151,6 @@ class SessionManager(Actor[Sessions]):
         token_factory: Callable[[], str] | None = None,
         journal: Journal | None = None,
         recovered: Mapping[SessionId, RecoveredSession] | None = None,
-        records: EpisodeRecords | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._generation = generation
@@ -192,7 +167,6 @@ class SessionManager(Actor[Sessions]):
         self._intake: Ref[Intake] | None = None
         self._journal = None if isinstance(journal, NoJournal) else journal
         self._recovered = dict(recovered or {})
-        self._records = records
         self._wall_clock = wall_clock
 
     @asynccontextmanager
@@ -242,12 +216,6 @@ class SessionManager(Actor[Sessions]):
                 del self._extras[opened.session]
                 self._store.discard(opened.session)
                 raise
-        if message.episode is not None and self._records is not None:
-            extras = self._extras[opened.session]
-            record = await self._records.open(message.episode, key=extras.keys.base, name=opened.session)
-            extras.keys = SampleKeys.restore(extras.keys.base, record.turns, is_rerun=True)
-            extras.record = record
-            extras.journal = SessionJournal(session=record.name, journal=record, clock=self._wall_clock)
         return opened
 
     def open_session(self, message: OpenSession) -> SessionOpened:
@@ -296,14 +264,6 @@ class SessionManager(Actor[Sessions]):
                 session.tree.put_reward(final)
             self._store.end(session.id, anyio.current_time())
         await self._settle(session.id)
-        if extras.record is not None and extras.record.recording.num_left:
-            recording = extras.record.recording
-            # For example, it is not deterministic, or a tool has answered it differently.
-            detail = "The agent has not asked for these recorded turns again; they are not trained."
-            replayed, dropped = recording.num_replayed, recording.num_left
-            _log.info(
-                "episode_diverged", session=session.id, turns_replayed=replayed, turns_dropped=dropped, detail=detail
-            )
         await self._announce(SessionFinished(session=session.id, is_final=message.final_reward is not None))
         return SessionClosed(session=session.id, num_interactions=len(session.tree))
 
@@ -356,36 +316,18 @@ class SessionManager(Actor[Sessions]):
         """Return a copy of a session's current state."""
         snapshot = self._store.get(message.session).snapshot()
         extras = self._extras.get(message.session)
-        if extras is None:
-            return snapshot
-        snapshot = evolve(snapshot, limit=extras.budget.reached)
-        if extras.record is None:
-            return snapshot
-        recording = extras.record.recording
-        return evolve(
-            snapshot,
-            is_restored=extras.record.is_remade and recording.num_replayed > 0,
-            num_replayed=recording.num_replayed,
-            num_dropped=recording.num_left,
-        )
+        return snapshot if extras is None else evolve(snapshot, limit=extras.budget.reached)
 
     @ForgetSession.handler(concurrency=_MANY)
     async def forget(self, message: ForgetSession) -> None:
         """Free a session whose rows were delivered. A live session ends."""
         await self._settle(message.session)
         extras = self._extras.pop(message.session, None)
-        # The record of an episode is kept for its next run, until its rows are stored.
-        if extras is not None and extras.journal is not None and extras.record is None:
+        if extras is not None and extras.journal is not None:
             extras.journal.note_forgotten()
         with suppress(NotFound):
             self._store.end(message.session, anyio.current_time())
         self._store.acknowledge(message.session)
-
-    @ForgetEpisodes.handler
-    async def forget_episodes(self, message: ForgetEpisodes) -> None:
-        """Forget recorded turns whose rows are stored."""
-        if self._records is not None:
-            self._records.forget(message.group, message.member)
 
     def tree(self, session: SessionId) -> ConversationTree:
         """Return the conversation tree of a session, for an owner that is not an actor."""
@@ -561,10 +503,8 @@ class SessionManager(Actor[Sessions]):
     def _open_for(self, credential: Credential) -> Session:
         return self._store.for_completion(credential, anyio.current_time())
 
-    def _begin(
-        self, message: Complete | StreamComplete, cut: CachedRequest[PendingRequest] | None
-    ) -> tuple[Answer, ...] | PendingRequest:
-        """Begin a turn, or return the answers that an earlier run of the same agent was given."""
+    def _begin(self, message: Complete | StreamComplete, cut: CachedRequest[PendingRequest] | None) -> PendingRequest:
+        """Begin a turn, which takes the place of the request that was ``cut``."""
         session = self._open_for(message.credential)
         extras = self._extras[session.id]
         request = message.request
@@ -573,17 +513,9 @@ class SessionManager(Actor[Sessions]):
         tag = session.role_of_key(message.credential.key) or request.tag
         if extras.max_tokens is not None and request.sampling.max_new_tokens > extras.max_tokens:
             request = evolve(request, sampling=evolve(request.sampling, max_new_tokens=extras.max_tokens))
-        plan, digest = self._planner.plan(session, request), None
+        plan = self._planner.plan(session, request)
         num_left = extras.admit(session.tree, request, tag or AGENT_ROLE)
-        if extras.record is not None:
-            digest = digest_request(plan, tag)
-            recorded = extras.record.recording.take(digest)
-            if recorded:
-                answers = answer_again(session.tree, plan, recorded, tag)
-                extras.note_answered(answers, message.attempt, plan.parent)
-                return answers
         if num_left is not None and request.sampling.max_new_tokens > num_left:
-            # After its digest: what was sampled before may differ in an agent that starts over.
             plan = evolve(plan, request=evolve(request, sampling=evolve(request.sampling, max_new_tokens=num_left)))
         turn = self._planner.begin(
             session,
@@ -592,7 +524,6 @@ class SessionManager(Actor[Sessions]):
             journal=extras.journal,
             is_streaming=isinstance(message, StreamComplete),
             asked=None if cut is None else cut.asked,
-            digest=digest,
             tag=tag,
         )
         turn.begin_in(extras.attempts, message.attempt)

@@ -11,10 +11,9 @@ first caller leaves, the turn is aborted; a retry that waits then takes its plac
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import numpy as np
@@ -25,7 +24,6 @@ from areal_actors.domain import (
     Answer,
     AnswerStarted,
     Attempt,
-    ChatMessage,
     Chunk,
     CompletionRequest,
     Delta,
@@ -35,8 +33,6 @@ from areal_actors.domain import (
     Grammar,
     Interaction,
     InteractionId,
-    InteractionStatus,
-    Ints,
     ReasoningDelta,
     SampledTokens,
     SampleKey,
@@ -49,7 +45,6 @@ from areal_actors.domain import (
     ToolChoice,
     TurnEnded,
     Usage,
-    as_ints,
     digest_tokens,
     join_chunks,
     split_completion,
@@ -58,7 +53,7 @@ from areal_actors.errors import ActorStopped, ContextLengthExceeded, SessionEnde
 from areal_actors.kernel import Ref
 from areal_actors.lib.tracing import set_error
 from areal_actors.messages import Generate, Generation
-from areal_actors.rendering import AnswerStream, Renderer, join_deltas
+from areal_actors.rendering import Renderer, join_deltas
 from areal_actors.sessions.journal import SessionJournal
 from areal_actors.sessions.retries import CachedRequest, RetryCache
 
@@ -72,8 +67,7 @@ Streams = list[AsyncIterator[Chunk]]
 class PendingRequest:
     """A request in progress, with one choice and one engine request per answer.
 
-    ``sending`` is set if the request may be retried, ``journal`` if its session is durable, and ``digest`` if an agent
-    that starts over may ask for it again.
+    ``sending`` is set if the request may be retried, ``journal`` if its session is durable.
     """
 
     session: Session
@@ -83,7 +77,6 @@ class PendingRequest:
     is_streaming: bool = False
     sending: CachedRequest[PendingRequest] | None = None
     journal: SessionJournal | None = None
-    digest: str | None = None
     span: Span | None = None
     _ended: anyio.Event | None = field(default=None, init=False)
 
@@ -132,21 +125,19 @@ class PendingRequest:
             return tuple([choice.complete() for choice in choices])
 
     def _event(self, interaction: Interaction, answer: Answer | None, now: float) -> TurnEnded:
-        history, sending = self.plan.match.history, self.sending
+        match, sending = self.plan.match, self.sending
         attempt = None
         if sending is not None:
             attempt = Attempt(fingerprint=sending.fingerprint, number=sending.number, idempotency_key=sending.key)
         assert self.journal is not None
-        is_named = attempt is not None or self.digest is not None
         return TurnEnded(
             session=self.journal.session,
             interaction=interaction,
-            frame=(history.frame.system, history.frame.tools, history.frame.options),
-            prompt_digest=history.digest(len(history.messages)),
+            frame=(match.frame.system, match.frame.tools, match.frame.options),
+            prompt_digest=match.digest(len(match.messages)),
             ended_at=now,
             attempt=attempt,
-            siblings=tuple(choice.interaction for choice in self.choices) if is_named else (),
-            request=self.digest,
+            siblings=tuple(choice.interaction for choice in self.choices) if attempt is not None else (),
             asked=asked_of(self.plan.request, self.requests[0].key),
             num_cached_tokens=0 if answer is None else answer.usage.cached_tokens,
             stop_sequence=None if answer is None else answer.stop_sequence,
@@ -232,7 +223,6 @@ async def answer(turn: PendingRequest, generation: Ref[Generation]) -> tuple[Ans
                 choice.feed(chunk)
                 if choice.has_stopped:
                     break
-            choice.flush()
         for choice in turn.choices:
             check_complete(turn, choice)
         return await turn.complete(*turn.choices)
@@ -299,13 +289,12 @@ class RequestPlanner:
         journal: SessionJournal | None,
         is_streaming: bool,
         asked: tuple[str, int] | None = None,
-        digest: str | None = None,
         tag: str | None = None,
     ) -> PendingRequest:
-        """Create the turn of ``plan`` and add its interactions to the tree. ``asked`` is of one that it replaces.
+        """Create the turn of ``plan`` and add its interactions to the tree.
 
-        ``digest`` is that of its request, if it is recorded, and ``tag`` its role, by default the one that it names.
-        Raises the ``RequestError`` that the client should see; the tree is unchanged in that case.
+        ``asked`` identifies a request that it replaces, and ``tag`` is its role, by default the one that the request
+        names. Raises the ``RequestError`` that the client should see; the tree is unchanged in that case.
         """
         request = plan.request
         grammar = find_grammar(self._renderer, request, has_grammars=self._has_grammars)
@@ -350,7 +339,6 @@ class RequestPlanner:
                 plan=plan,
                 tree=session.tree,
                 renderer=self._renderer,
-                call_ids=lambda: f"call_{secrets.token_hex(12)}",
                 is_streaming=is_streaming,
             )
             choices.append(choice)
@@ -361,7 +349,6 @@ class RequestPlanner:
             requests=requests,
             is_streaming=is_streaming,
             journal=journal,
-            digest=digest,
         )
 
     def _fit(self, plan: PromptPlan) -> Sampling:
@@ -391,26 +378,15 @@ class SampleKeys:
     def __init__(self, base: SampleKey) -> None:
         self.base = base
         self._asked: dict[str, int] = {}
-        self._unused: dict[str, list[int]] = {}
 
     @classmethod
-    def restore(cls, base: SampleKey, turns: Iterable[TurnEnded], *, is_rerun: bool = False) -> SampleKeys:
-        """Return keys that continue where an earlier process stopped, so that no random numbers are used twice.
-
-        An agent that is run again (``is_rerun``) has seen no turn that was cut off. The random numbers of such turns
-        are used again, so that it samples what it would have sampled without the interruption.
-        """
+    def restore(cls, base: SampleKey, turns: Iterable[TurnEnded]) -> SampleKeys:
+        """Return keys that continue where an earlier process stopped, so that no random numbers are used twice."""
         keys = cls(base)
-        used: dict[str, set[int]] = {}
         for turn in turns:
             if turn.asked is not None:
                 digest, occurrence = turn.asked
                 keys._asked[digest] = max(keys._asked.get(digest, 0), occurrence + 1)
-                if turn.interaction.status is InteractionStatus.COMPLETED:
-                    used.setdefault(digest, set()).add(occurrence)
-        if is_rerun:
-            for digest, num in keys._asked.items():
-                keys._unused[digest] = sorted(set(range(num)) - used.get(digest, set()), reverse=True)
         return keys
 
     def keys(
@@ -423,8 +399,6 @@ class SampleKeys:
             return [SampleKey(seed=request.seed, path=("request", digest, choice)) for choice in choices]
         if asked is not None and asked[0] == digest:
             occurrence = asked[1]
-        elif unused := self._unused.get(digest):
-            occurrence = unused.pop()
         else:
             occurrence = self._asked.get(digest, 0)
             self._asked[digest] = occurrence + 1
@@ -474,27 +448,27 @@ class Choice:
         plan: PromptPlan,
         tree: ConversationTree,
         renderer: Renderer,
-        call_ids: Callable[[], str],
         is_streaming: bool,
     ) -> None:
+        request = plan.request
         self.interaction = interaction
         self.index = index
         self._plan = plan
         self._tree = tree
-        self._renderer = renderer
-        self._call_ids = call_ids
-        self._is_raw = is_raw(plan.request)
-        self._stop = plan.request.sampling.stop
-        self._said: list[Delta] = []
+        options: dict[str, Any] = {
+            "tools": _callable_tools(request),
+            "template_kwargs": request.template_kwargs,
+            "is_plain": is_raw(request),
+        }
+        self._parser = renderer.open_stream(**options, stop=request.sampling.stop, is_eager=is_streaming)
+        self._is_parsed_at_once = not is_streaming and not request.sampling.stop
+        """Whether nothing is read of the answer before it is complete."""
+        self._begun = None if request.begun is None else renderer.parse(plan.beginning, **options)
+        self._said: list[Delta] = [*self._parser.begin(plan.beginning)]
         """The deltas so far, with the beginning that the client wrote; of a stream, those that the client has."""
-        self._num_unsent = 0 if plan.request.begun is None else len(self._parse(as_ints([])).content or "")
+        said = sum(len(delta.text) for delta in self._said if isinstance(delta, TextDelta))
+        self._num_unsent = 0 if self._begun is None else len(self._begun.content or "") - said
         """Characters of that beginning that the client does not receive."""
-        self._parser: AnswerStream | None = None
-        # An answer that is neither streamed nor searched for stop strings is parsed at once, when it is complete.
-        if is_streaming or self._stop:
-            self._parser = self._open_parser(is_eager=is_streaming)
-            self._said += self._parser.begin(plan.beginning)
-            self._num_unsent -= sum(len(delta.text) for delta in self._said if isinstance(delta, TextDelta))
         self.chunks: list[Chunk] = []
         self._is_flushed = False
         self._prepared: tuple[Interaction, Answer] | None = None
@@ -503,28 +477,6 @@ class Choice:
         self.answer: Answer | None = None
         """The answer, once complete."""
 
-    def _open_parser(self, *, is_eager: bool) -> AnswerStream:
-        request = self._plan.request
-        return self._renderer.open_stream(
-            tools=_callable_tools(request),
-            stop=self._stop,
-            template_kwargs=request.template_kwargs,
-            call_ids=self._call_ids,
-            is_plain=self._is_raw,
-            is_eager=is_eager,
-        )
-
-    def _parse(self, token_ids: Ints) -> ChatMessage:
-        """Return the message of the beginning of the answer and the sampled ids."""
-        request, beginning = self._plan.request, self._plan.beginning
-        return self._renderer.parse(
-            np.concatenate([beginning, token_ids]) if len(beginning) else token_ids,
-            tools=_callable_tools(request),
-            template_kwargs=request.template_kwargs,
-            call_ids=self._call_ids,
-            is_plain=self._is_raw,
-        )
-
     def feed(self, chunk: Chunk) -> Sequence[Delta]:
         """Store a chunk; return the deltas that the client may see.
 
@@ -532,7 +484,7 @@ class Choice:
         with it are kept, as all sampled tokens are.
         """
         deltas: Sequence[Delta] = ()
-        if self._parser is not None and len(chunk.token_ids):
+        if not self._is_parsed_at_once and len(chunk.token_ids):
             deltas = self._parser.feed(chunk.token_ids)
         if self.has_stopped:
             chunk = evolve(chunk, finish=FinishReason.STOP)
@@ -544,14 +496,17 @@ class Choice:
     @property
     def has_stopped(self) -> bool:
         """Whether a stop string has ended the answer, so that no chunk follows."""
-        return self._parser is not None and self._parser.stop_sequence is not None
+        return self._parser.stop_sequence is not None
 
     def flush(self) -> Sequence[Delta]:
         """Return the deltas that the parser held back, once no chunk follows. A second call returns nothing."""
-        if self._parser is None or self._is_flushed:
+        if self._is_flushed:
             return ()
         self._is_flushed = True
-        return self._note(self._parser.finish())
+        deltas: list[Delta] = []
+        if self._is_parsed_at_once and self.chunks:
+            deltas += self._parser.feed(np.concatenate([chunk.token_ids for chunk in self.chunks]))
+        return self._note([*deltas, *self._parser.finish()])
 
     def _note(self, deltas: Sequence[Delta]) -> Sequence[Delta]:
         # Further calls may be sampled, but are hidden from a client that wants one call at a time.
@@ -597,21 +552,22 @@ class Choice:
         return answer
 
     def prepare(self) -> tuple[Interaction, Answer]:
-        """Return what ``complete`` will record and return. The interaction stays pending until then."""
-        sampled, request = join_chunks(self.chunks), self._plan.request
-        if self._is_flushed:
-            # The message is the one that the client has received, so that its echo is recognised.
-            message = join_deltas(self._said)
-        else:
-            message = self._parse(sampled.token_ids)
-            if not request.parallel_tool_calls:
-                message = evolve(message, tool_calls=message.tool_calls[:1])
-            if message.tool_calls:
-                calls = [evolve(call, id=self._tree.issue_call_id(call.id)) for call in message.tool_calls]
-                message = evolve(message, tool_calls=tuple(calls))
+        """Return what ``complete`` will record and return. The interaction stays pending until then.
+
+        The message is the one that the client of a stream has received, so that its echo is recognised.
+        """
+        self.flush()
+        sampled, message = join_chunks(self.chunks), join_deltas(self._said)
         interaction = self._tree.prepare(self.interaction, sampled, message)
         completion = interaction.completion
         assert completion is not None
+        if self._begun is not None:
+            # What the client has not written itself: clients put both together.
+            message = evolve(
+                message,
+                content=(message.content or "").removeprefix(self._begun.content or "") or None,
+                reasoning=None if message.reasoning == self._begun.reasoning else message.reasoning,
+            )
         usage = Usage(
             prompt_tokens=len(self._plan.token_ids),
             completion_tokens=len(sampled.token_ids),
@@ -620,22 +576,13 @@ class Choice:
         # Shares the tree's arrays, so that keeping an answer for its retry costs almost no memory.
         answer = Answer(
             interaction=self.interaction,
-            message=message if request.begun is None else self._without_beginning(message),
+            message=message,
             completion=completion,
             usage=usage,
-            stop_sequence=None if self._parser is None else self._parser.stop_sequence,
+            stop_sequence=self._parser.stop_sequence,
         )
         self._prepared = interaction, answer
         return self._prepared
-
-    def _without_beginning(self, message: ChatMessage) -> ChatMessage:
-        """Return what the client has not written itself: clients put both together."""
-        begun = self._parse(as_ints([]))
-        return evolve(
-            message,
-            content=(message.content or "").removeprefix(begun.content or "") or None,
-            reasoning=None if message.reasoning == begun.reasoning else message.reasoning,
-        )
 
     def cancel(self) -> None:
         """Record that the answer is no longer wanted, and keep the sampled tokens. Does nothing once ended."""

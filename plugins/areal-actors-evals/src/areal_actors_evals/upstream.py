@@ -35,6 +35,7 @@ from areal_actors.domain import (
     SessionRecord,
 )
 from areal_actors.errors import ConfigError, NotFound, RewardError, SessionEnded, Unavailable
+from areal_actors.lib.exact_json import parse_object
 from areal_actors.lib.task_groups import open_tasks
 from areal_actors.messages import (
     CollectSession,
@@ -48,7 +49,6 @@ from areal_actors.messages import (
     SetReward,
 )
 from areal_actors.proxy import ProxyConfig
-from areal_actors.proxy.dialects.fields import parse_object
 from areal_actors.proxy.exchange import Exchange, Traffic
 from areal_actors.proxy.forwarding import Backend, EveryPath, forward, segments_of
 from areal_actors.proxy.server import bind, serve_until_cancelled, url_of

@@ -162,7 +162,6 @@ def turns_ended() -> st.SearchStrategy[TurnEnded]:
         stop_sequence=_optional_texts(),
         prompt_digest=st.none() | digests,
         asked=st.none() | st.tuples(any_texts(), st.integers(0, 2**40)),
-        request=st.none() | st.text("0123456789abcdef", max_size=8),
     )
 
 

@@ -56,7 +56,6 @@ from areal_actors.messages import (
     DescribeSessions,
     Endpoint,
     EndSession,
-    ForgetEpisodes,
     ForgetSession,
     Intake,
     LogNumbers,
@@ -194,10 +193,6 @@ class ScriptedSessions(Actor[Sessions]):
         """Return the session that the credential belongs to."""
         credential = message.credential
         return self._store.for_completion(credential, anyio.current_time()).id
-
-    @ForgetEpisodes.handler
-    async def forget_episodes(self, message: ForgetEpisodes) -> None:
-        """Ignore it: nothing is recorded."""
 
     @CountTokens.handler
     async def count_tokens(self, message: CountTokens) -> int:

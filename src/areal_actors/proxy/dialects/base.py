@@ -23,12 +23,22 @@ from areal_actors.domain import (
     Completion,
     CompletionRequest,
     FinishReason,
+    Sampling,
     StreamItem,
 )
 from areal_actors.errors import InvalidRequest, Unavailable
 from areal_actors.lib.json_prefix import JsonPrefix
 from areal_actors.proxy.dialects.client_tools import CallForm
-from areal_actors.proxy.dialects.fields import DEFAULT_MAX_TOKENS, FieldTable, JsonObject, create_sampling
+from areal_actors.proxy.dialects.fields import (
+    CHAT_TEMPLATE_KWARGS,
+    DEFAULT_MAX_TOKENS,
+    ENABLE_THINKING,
+    REASONING,
+    REASONING_EFFORT,
+    THINKING,
+    FieldTable,
+    JsonObject,
+)
 from areal_actors.proxy.failures import Failure, format_openai_failure
 from areal_actors.proxy.sse import KEEP_ALIVE
 
@@ -150,20 +160,43 @@ class Dialect(ABC):
         max_new_tokens: int | None,
         has_logprobs: bool = False,
         top_logprobs: int = 0,
+        **conversation: Any,
     ) -> CompletionRequest:
-        """Return a request of the fields that all dialects have alike. The caller adds the conversation."""
+        """Return the request of a ``conversation``, with the fields that all dialects have alike."""
         metadata = values["metadata"]
+        # The smallest nucleus is the most probable token. Engines refuse a ``top_p`` of 0, which OpenAI's endpoint
+        # accepts.
+        is_smallest = values["top_p"] == 0
+        sampling = Sampling(
+            temperature=values["temperature"],
+            top_p=1.0 if is_smallest else values["top_p"],
+            # Both 0 and -1 turn it off.
+            top_k=1 if is_smallest else max(values["top_k"], 0),
+            min_p=values["min_p"],
+            max_new_tokens=max_new_tokens or self.default_max_tokens,
+            stop=values.get("stop") or values.get("stop_sequences") or (),
+            stop_token_ids=values["stop_token_ids"],
+            frequency_penalty=values["frequency_penalty"],
+            presence_penalty=values["presence_penalty"],
+            repetition_penalty=values["repetition_penalty"],
+            logit_bias=values["logit_bias"],
+            top_logprobs=top_logprobs,
+        )
         return CompletionRequest(
-            messages=(),
-            sampling=create_sampling(
-                values, max_new_tokens=max_new_tokens or self.default_max_tokens, top_logprobs=top_logprobs
-            ),
+            sampling=sampling,
             seed=values["seed"],
             store=values["store"] or not self.honours_store,
             metadata=metadata,
             tag=tag or metadata.get("agent"),
             streams_tokens=has_logprobs and values["stream"],
+            **conversation,
         )
+
+
+def thinking_options(values: JsonObject) -> JsonObject:
+    """Return the options of the chat template in all of these fields. The most particular field takes precedence."""
+    fields = (REASONING_EFFORT, REASONING, THINKING, ENABLE_THINKING, CHAT_TEMPLATE_KWARGS)
+    return {name: each for field in fields for name, each in (values.get(field.name) or {}).items()}
 
 
 def is_cut(answer: Answer) -> bool:

@@ -1,9 +1,11 @@
-"""Content that is text in another form is read; what the model cannot use is refused, described in words, or left out.
+"""Content that is text in another form is read; what the model cannot use is refused, or described in words.
 
 Documents, files and search results that hold text become text, as ``read_text`` says; for the rest,
-``UnsupportedBlocks`` decides. ``client_tools`` decides about tools. The replacement happens in the JSON body before a
-dialect parses it, so that all dialects share one policy, and refusing by name is the dialects' own behaviour. Nothing
-else of a body is changed.
+``UnsupportedBlocks`` decides. Where it is not set, such content is refused before the first call or result of the
+conversation, and described from there on. ``client_tools`` decides about tools.
+
+The replacement happens in the JSON body before a dialect parses it, so that all dialects share one policy, and refusing
+by name is the dialects' own behaviour. Nothing else of a body is changed.
 """
 
 from __future__ import annotations
@@ -13,58 +15,19 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
 
-from attrs import evolve, frozen
-
 from areal_actors.errors import InvalidRequest
-from areal_actors.lib.settings import constant
 from areal_actors.proxy.dialects.fields import wrong
 
 
-class BlockPolicy(StrEnum):
+class UnsupportedBlocks(StrEnum):
     """How a content block that the model cannot read is handled."""
 
     REFUSE = "refuse"
     PLACEHOLDER = "placeholder"
     """A text in square brackets describes the block to the model."""
-    DROP = "drop"
 
 
-class ToolPolicy(StrEnum):
-    """How a tool that the vendor's servers would run is handled."""
-
-    REFUSE = "refuse"
-    DROP = "drop"
-
-
-@frozen(kw_only=True)
-class UnsupportedBlocks:
-    """For each kind of content and for tools: ``refuse`` with 400, ``drop``, or leave a ``placeholder`` text.
-
-    Where nothing is set, images and files become placeholders from the first call or result of the conversation on, and
-    are refused before it.
-    """
-
-    images: BlockPolicy | None = None
-    """Images. The placeholder names the media type or the URL."""
-    files: BlockPolicy | None = None
-    """Files, documents and audio. The placeholder names media type and file name."""
-    tool_references: BlockPolicy = constant(BlockPolicy.PLACEHOLDER)
-    """References to tools in results of a tool search. The placeholder names the tool, which is all they say."""
-    server_tools: ToolPolicy | None = None
-    """Tools that the vendor's servers run, such as ``web_search``.
-
-    Where nothing is set, they are left out if the request offers tools that its client runs as well.
-    """
-
-    def for_message(self, *, is_acting: bool) -> UnsupportedBlocks:
-        """Return the policy for a message, before which (or in which) the model has called a tool if ``is_acting``."""
-        # An agent repeats its history: one picture that its tools have read would have every later request refused.
-        # What comes before the first call was chosen by its author, who can be told.
-        default = BlockPolicy.PLACEHOLDER if is_acting else BlockPolicy.REFUSE
-        return evolve(self, images=self.images or default, files=self.files or default)
-
-
-_IMAGES = frozenset({"image", "image_url", "input_image", "computer_screenshot"})
+_IMAGES = frozenset({"image", "image_url", "input_image"})
 _FILES = frozenset({"document", "file", "input_file", "input_audio", "audio", "container_upload"})
 _CALLS = ("tool_use", "tool_result", "_call", "_call_output")
 """Ends of the types of calls and results: those of functions, and of tools that OpenAI's clients run."""
@@ -74,8 +37,8 @@ _MAX_SHOWN = 200
 """Characters of a name, type or URL in a placeholder; a longer one would fill the context."""
 
 
-def replace_blocks(body: Mapping[str, Any], policy: UnsupportedBlocks) -> Mapping[str, Any]:
-    """Return ``body`` with the content that ``policy`` does not refuse replaced or left out.
+def replace_blocks(body: Mapping[str, Any], policy: UnsupportedBlocks | None) -> Mapping[str, Any]:
+    """Return ``body`` with the content that is not refused replaced by its text, or by words that describe it.
 
     Raises:
         InvalidRequest: an image to be replaced is malformed; the error names the field.
@@ -83,11 +46,12 @@ def replace_blocks(body: Mapping[str, Any], policy: UnsupportedBlocks) -> Mappin
     changed: dict[str, Any] = {}
     for name in ("messages", "input"):
         if isinstance(messages := body.get(name), list):
-            is_acting, chosen, replaced = False, policy.for_message(is_acting=False), list[Any]()
+            # An agent repeats its history: one picture that its tools have read would have every later request refused.
+            # What comes before the first call was chosen by its author, who can be told.
+            is_described, replaced = policy is UnsupportedBlocks.PLACEHOLDER, list[Any]()
             for index, message in enumerate(messages):
-                if not is_acting and _has_call(message):
-                    is_acting, chosen = True, policy.for_message(is_acting=True)
-                replaced.append(_replace_in_message(message, chosen, f"{name}[{index}]"))
+                is_described = is_described or (policy is None and _has_call(message))
+                replaced.append(_replace_in_message(message, f"{name}[{index}]", is_described=is_described))
             changed[name] = replaced
     return {**body, **changed}
 
@@ -106,58 +70,53 @@ def _is_call(block: Mapping[str, Any]) -> bool:
     return isinstance(kind := block.get("type"), str) and kind.endswith(_CALLS)
 
 
-def _replace_in_message(message: Any, policy: UnsupportedBlocks, where: str) -> Any:
+def _replace_in_message(message: Any, where: str, *, is_described: bool) -> Any:
     # Most messages are a role and a text; only lists of blocks are rebuilt. ``output`` is a result's in Responses.
     if not isinstance(message, dict):
         return message
     lists: dict[str, list[Any]] = {}
     for name in ("content", "output"):
         blocks = message.get(name)
-        if isinstance(blocks, dict) and blocks.get("type") == "computer_screenshot":
-            # The result of a computer's call is a picture, not a list.
-            blocks = [blocks]
         if isinstance(blocks, list):
-            replaced = (_replace(block, policy, f"{where}.{name}[{index}]") for index, block in enumerate(blocks))
-            lists[name] = [block for block in replaced if block is not None]
+            lists[name] = [
+                _replace(block, f"{where}.{name}[{index}]", is_described=is_described)
+                for index, block in enumerate(blocks)
+            ]
     return {**message, **lists} if lists else message
 
 
-def _replace(block: Any, policy: UnsupportedBlocks, where: str) -> Any:
-    """Return the block, the text in its place, or ``None`` to leave it out."""
+def _replace(block: Any, where: str, *, is_described: bool) -> Any:
+    """Return the block, or the text in its place."""
     kind = block.get("type") if isinstance(block, dict) else None
     if not isinstance(kind, str):
         return block
-    text = read_text(block, policy, where)
+    text = read_text(block, where, is_described=is_described)
     if text is not None:
         return {"type": "text", "text": text}
-    if kind in _IMAGES:
-        handling = policy.images
-    elif kind in _FILES:
-        handling = policy.files
-    elif kind == "tool_reference":
-        handling = policy.tool_references
-    else:
-        # A tool result of Anthropic's is a block with blocks of its own.
-        return _replace_in_message(block, policy, where)
-    if handling is BlockPolicy.REFUSE or handling is None:
-        return block
+    if kind == "tool_reference":
+        # Its name is all that it says.
+        return {"type": "text", "text": f"[Tool {_shorten(str(block.get('tool_name', '')))} is available.]"}
+    if kind in _IMAGES | _FILES:
+        return {"type": "text", "text": _describe(block, kind, where)} if is_described else block
+    # A tool result of Anthropic's is a block with blocks of its own.
+    return _replace_in_message(block, where, is_described=is_described)
+
+
+def _describe(block: Mapping[str, Any], kind: str, where: str) -> str:
+    """Return the placeholder of an image or a file. Raises as ``_describe_image``."""
     if kind in _IMAGES:
         # A placeholder would hide a mistake of the client's from its author, whom a vendor's endpoint answers with 400.
-        text = _describe_image(block, where)
-    elif kind in _FILES:
-        # ``source`` holds the data for Anthropic, an object named like the type for OpenAI.
-        source = block.get("source", block.get(kind))
-        source = source if isinstance(source, dict) else block
-        named = block.get("title") or block.get("filename") or source.get("filename") or source.get("url")
-        media = source.get("media_type") or source.get("format")
-        said = [_shorten(text) for text in (media, named) if isinstance(text, str) and text]
-        text = f"[{', '.join(said) or kind}: a file, which this model cannot read]"
-    else:
-        text = f"[Tool {_shorten(str(block.get('tool_name', '')))} is available.]"
-    return None if handling is BlockPolicy.DROP else {"type": "text", "text": text}
+        return _describe_image(block, where)
+    # ``source`` holds the data for Anthropic, an object named like the type for OpenAI.
+    source = block.get("source", block.get(kind))
+    source = source if isinstance(source, dict) else block
+    named = block.get("title") or block.get("filename") or source.get("filename") or source.get("url")
+    media = source.get("media_type") or source.get("format")
+    said = [_shorten(text) for text in (media, named) if isinstance(text, str) and text]
+    return f"[{', '.join(said) or kind}: a file, which this model cannot read]"
 
 
-def read_text(block: Mapping[str, Any], policy: UnsupportedBlocks, where: str) -> str | None:
+def read_text(block: Mapping[str, Any], where: str, *, is_described: bool) -> str | None:
     """Return the text that a document, a file or a search result holds; ``None`` for any other block.
 
     Title, origin and context come first, each on a line.
@@ -168,9 +127,9 @@ def read_text(block: Mapping[str, Any], policy: UnsupportedBlocks, where: str) -
     kind, source = block.get("type"), block.get("source")
     text: Any
     if kind == "search_result":
-        text = _read_parts(block.get("content"), policy, f"{where}.content")
+        text = _read_parts(block.get("content"), f"{where}.content", is_described=is_described)
     elif kind == "document" and isinstance(source, dict) and source.get("type") == "content":
-        text = _read_parts(source.get("content"), policy, f"{where}.source.content")
+        text = _read_parts(source.get("content"), f"{where}.source.content", is_described=is_described)
     elif kind == "document" and isinstance(source, dict) and source.get("type") == "text":
         text = source.get("data")
         if not isinstance(text, str):
@@ -190,7 +149,7 @@ def read_text(block: Mapping[str, Any], policy: UnsupportedBlocks, where: str) -
     return "\n".join([*(word for word in said if isinstance(word, str) and word), text])
 
 
-def _read_parts(content: Any, policy: UnsupportedBlocks, where: str) -> str | None:
+def _read_parts(content: Any, where: str, *, is_described: bool) -> str | None:
     """Return the text of a document's parts; ``None`` if one of them is refused."""
     if isinstance(content, str):
         return content
@@ -199,9 +158,7 @@ def _read_parts(content: Any, policy: UnsupportedBlocks, where: str) -> str | No
     texts: list[str] = []
     for index, block in enumerate(content):
         at = f"{where}[{index}]"
-        part = _replace(block, policy, at)
-        if part is None:
-            continue
+        part = _replace(block, at, is_described=is_described)
         if not isinstance(part, dict) or part.get("type") != "text":
             return None
         if not isinstance(part.get("text"), str):

@@ -57,9 +57,9 @@ def _words(*words: str) -> Schema:
 class TypedTool:
     """A tool that its type describes and the client runs, as a function for the model.
 
-    ``item`` is the type of a call in OpenAI's Responses. Its ``key`` holds the arguments; without one, they are
-    fields of the item. ``defaults`` are arguments that the client expects and the model may leave out, ``constants``
-    further fields of the item. Anthropic's calls need none of them: they are written as those of functions.
+    ``item`` is the type of a call in OpenAI's Responses. Its ``key`` holds the arguments. ``defaults`` are arguments
+    that the client expects and the model may leave out. Anthropic's calls need none of them: they are written as those
+    of functions.
     """
 
     name: str
@@ -68,19 +68,15 @@ class TypedTool:
     item: str = ""
     key: str = ""
     defaults: JsonObject = field(factory=dict)
-    constants: JsonObject = field(factory=dict)
 
     def create_function(self, raw: JsonObject, where: str) -> Tool:
-        """Return the function for the model. The client may choose its name and say the size of its screen.
+        """Return the function for the model, under the name that the client may choose.
 
         Raises:
             InvalidRequest: the name is no text.
         """
-        name, description = optional_text(raw, "name", where), self.description
-        size = [raw.get(f"display_{side}_px", raw.get(f"display_{side}")) for side in ("width", "height")]
-        if None not in size:
-            description += f" The screen has {shown(size[0])} by {shown(size[1])} pixels."
-        return Tool(name=name or self.name, description=description, parameters=self.parameters)
+        name = optional_text(raw, "name", where) or self.name
+        return Tool(name=name, description=self.description, parameters=self.parameters)
 
     def format_call(self, arguments: str) -> JsonObject | None:
         """Return the fields of a call, or ``None`` for arguments that do not fit the tool."""
@@ -91,11 +87,11 @@ class TypedTool:
         if not _fits(value, self.parameters):
             return None
         value = {**self.defaults, **value}
-        return {**self.constants, **({self.key: value} if self.key else value)}
+        return {self.key: value}
 
     def read_call(self, raw: JsonObject, call_id: str, where: str) -> ToolCall:
         """Return the call that an item of this type holds. Raises ``InvalidRequest``."""
-        value = raw.get(self.key) if self.key else {name: raw.get(name) for name in self.parameters["properties"]}
+        value = raw.get(self.key)
         if not isinstance(value, dict):
             raise wrong(f"{where}.{self.key}", "an object", value)
         # What the client's types add to the call that it was sent, the model has not written.
@@ -106,13 +102,6 @@ class TypedTool:
 NEEDED: Mapping[str, tuple[str, ...]] = {
     "create_file": ("diff",),
     "update_file": ("diff",),
-    "click": ("x", "y", "button"),
-    "double_click": ("x", "y"),
-    "drag": ("path",),
-    "keypress": ("keys",),
-    "move": ("x", "y"),
-    "scroll": ("x", "y", "scroll_x", "scroll_y"),
-    "type": ("text",),
 }
 """Properties that an object needs because of its ``type``. Clients read them without a check."""
 
@@ -162,7 +151,6 @@ def _create_editor(name: str, *commands: str) -> TypedTool:
 
 
 _EDITOR = "View, create and edit files."
-_USE = "Use the mouse and the keyboard of a computer, and take screenshots."
 _EDITOR_WITH_UNDO = _create_editor("str_replace_editor", "undo_edit")
 ANTHROPIC_TOOLS: Mapping[str, TypedTool] = {
     "bash": TypedTool(
@@ -196,46 +184,9 @@ ANTHROPIC_TOOLS: Mapping[str, TypedTool] = {
             "command",
         ),
     ),
-    "computer": TypedTool(
-        name="computer",
-        description=_USE,
-        parameters=_function(
-            {
-                "action": _words(
-                    *("key", "type", "mouse_move", "left_click", "left_click_drag", "right_click", "middle_click"),
-                    *("double_click", "triple_click", "left_mouse_down", "left_mouse_up", "scroll", "hold_key"),
-                    *("wait", "screenshot", "cursor_position", "zoom"),
-                ),
-                "coordinate": {**_COUNTS, "description": "x and y in pixels from the top left corner"},
-                "start_coordinate": {**_COUNTS, "description": "for left_click_drag: where it begins"},
-                "text": _text("the text to type, or the keys to press"),
-                "scroll_direction": _words("up", "down", "left", "right"),
-                "scroll_amount": _COUNT,
-                "duration": {**_COUNT, "description": "for wait and hold_key: seconds"},
-                "region": {**_COUNTS, "description": "for zoom: the corners x0, y0, x1, y1"},
-            },
-            "action",
-        ),
-    ),
 }
 """By type, or by the type without its date: ``bash_20250124`` is ``bash``."""
 
-_PLACES = {"type": "array", "items": _function({"x": _COUNT, "y": _COUNT}, "x", "y")}
-_ACTION = _function(
-    {
-        "type": _words("click", "double_click", "drag", "keypress", "move", "screenshot", "scroll", "type", "wait"),
-        "x": _COUNT,
-        "y": _COUNT,
-        "button": _words("left", "right", "wheel", "back", "forward"),
-        "keys": _TEXTS,
-        "path": {**_PLACES, "description": "for drag: the places in their order"},
-        "scroll_x": _COUNT,
-        "scroll_y": _COUNT,
-        "text": _text("for type: the text to type"),
-    },
-    "type",
-)
-_UNCHECKED = {"pending_safety_checks": ()}
 OPENAI_TOOLS: Mapping[str, TypedTool] = {
     "local_shell": TypedTool(
         name="local_shell",
@@ -285,25 +236,10 @@ OPENAI_TOOLS: Mapping[str, TypedTool] = {
         item="apply_patch_call",
         key="operation",
     ),
-    "computer": TypedTool(
-        name="computer",
-        description=_USE,
-        parameters=_function({"actions": {"type": "array", "items": _ACTION}}, "actions"),
-        item="computer_call",
-        constants=_UNCHECKED,
-    ),
-    "computer_use_preview": TypedTool(
-        name="computer",
-        description=_USE,
-        parameters=_ACTION,
-        item="computer_call",
-        key="action",
-        constants=_UNCHECKED,
-    ),
 }
 """By type."""
-CALL_ITEMS = frozenset(tool.item for tool in OPENAI_TOOLS.values())
-"""The types of items with calls of these tools; those of their results end in ``_output``."""
+CALL_ITEMS = {tool.item: tool for tool in OPENAI_TOOLS.values()}
+"""By the type of an item with a call; those of results end in ``_output``."""
 
 _DATED = re.compile(r"(\w+?)_\d{8}")
 _SERVER_TOOLS = re.compile(
@@ -356,18 +292,18 @@ def is_offer(raw: Any) -> bool:
     return isinstance(raw, dict) and raw.get("type") == "additional_tools" and isinstance(raw.get("tools"), list)
 
 
-def without_server_tools(body: JsonObject, *, drop: bool | None) -> tuple[JsonObject, tuple[str, ...]]:
+def without_server_tools(body: JsonObject) -> tuple[JsonObject, tuple[str, ...]]:
     """Return ``body`` without the tools that the vendor's servers would run, and the types of those left out.
 
-    By default they are left out if tools that the client runs remain: agents offer all that a vendor has, and the model
-    does its work with the rest. A request for server tools alone, or one whose tool choice names one, cannot be
-    answered as it was meant, and is left to be refused by name. ``drop`` leaves them out always, or never.
+    They are left out if tools that the client runs remain: agents offer all that a vendor has, and the model does its
+    work with the rest. A request for server tools alone, or one whose tool choice names one, cannot be answered as it
+    was meant, and is left to be refused by name.
     """
     tools = body.get("tools")
-    if drop is False or not isinstance(tools, list):
+    if not isinstance(tools, list):
         return body, ()
     kept = [raw for raw in tools if not _is_server_tool(raw)]
-    if len(kept) == len(tools) or not (kept or drop):
+    if len(kept) == len(tools) or not kept:
         return body, ()
     left_out = (str(raw["type"]) for raw in tools if _is_server_tool(raw))
     return {**body, "tools": kept}, tuple(dict.fromkeys(left_out))

@@ -6,7 +6,7 @@ import codecs
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from attrs import evolve, frozen
+from attrs import frozen
 
 from areal_actors.domain import (
     Answer,
@@ -22,7 +22,6 @@ from areal_actors.proxy.dialects.base import Dialect, Parsed, TokenBytes, format
 from areal_actors.proxy.dialects.chat.answer import OpenAIStream, format_choices, format_finish
 from areal_actors.proxy.dialects.fields import (
     ALL_ROUTES,
-    FLAG,
     MAX_TOKENS,
     OPENAI,
     OPENAI_CHUNKS,
@@ -32,7 +31,6 @@ from areal_actors.proxy.dialects.fields import (
     honoured,
     integer,
     is_token_id,
-    read,
     refused,
     wrong,
 )
@@ -129,18 +127,17 @@ class CompletionsDialect(Dialect):
             max_new_tokens=values["max_tokens"],
             has_logprobs=num_tops is not None,
             top_logprobs=num_tops or 0,
+            messages=(),
+            prompt=prompt if isinstance(prompt, str) else None,
+            prompt_ids=() if isinstance(prompt, str) else prompt,
+            num_choices=values["n"],
+            id_prefix=ID_PREFIX,
         )
         return Parsed(
-            request=evolve(
-                request,
-                prompt=prompt if isinstance(prompt, str) else None,
-                prompt_ids=() if isinstance(prompt, str) else prompt,
-                num_choices=values["n"],
-                id_prefix=ID_PREFIX,
-            ),
+            request=request,
             model=values["model"],
             is_stream=values["stream"],
-            include_usage=read(values["stream_options"], "include_usage", FLAG, default=False),
+            include_usage=values["stream_options"],
             has_logprobs=num_tops is not None,
         )
 

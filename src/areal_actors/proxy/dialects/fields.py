@@ -22,12 +22,9 @@ from enum import StrEnum
 from functools import partial
 from typing import Any, Generic, TypeVar, overload
 
-import orjson
 from attrs import Factory, evolve, field, frozen
 
-from areal_actors.domain import Sampling
 from areal_actors.errors import InvalidRequest, UnsupportedParameter
-from areal_actors.lib.exact_json import load_json
 from areal_actors.lib.shown_values import show_value
 
 T = TypeVar("T")
@@ -50,11 +47,6 @@ _MAX_STOPS = 16
 _MAX_SHOWN = 40
 _MAX_SHOWN_NAME = 64
 _MAX_DIGITS = len(str(MAX_TOKENS))
-_MAX_DEPTH = 128
-"""Maximum nesting of objects and lists.
-
-JSON writers fail soon after 250 levels, and parsed values are written again.
-"""
 
 
 # ------------------------------------------------------------------------------------------------------- tables
@@ -342,6 +334,17 @@ def objects_of(value: object, where: str) -> list[tuple[dict[str, Any], str]]:
     return found
 
 
+def flag_in(name: str) -> Kind[bool]:
+    """Return the kind of objects of which only the flag called ``name`` is read; without it, they are false."""
+    schema = {**OBJECT.schema, "properties": {name: FLAG.schema}}
+    return Kind(schema, lambda value, where: read(_read_object(value, where), name, FLAG, default=False))
+
+
+def unread(schema: Schema, *, is_raw: bool = False) -> Kind[Any]:
+    """Return the kind of values that their dialect parses together with others, after the table was read."""
+    return Kind(schema, lambda value, _: value, is_raw=is_raw)
+
+
 def turns_of(*roles: str) -> Schema:
     """Return the schema of a conversation. It has what all messages have: their contents depend on their types."""
     turn = {"type": "object", "properties": {"role": {"enum": list(roles)}}, "required": ["role"]}
@@ -351,7 +354,7 @@ def turns_of(*roles: str) -> Schema:
 OBJECTS: Schema = {"type": ["array", "null"], "items": {"type": "object"}}
 FLAG = Kind({"type": ["boolean", "null"]}, partial(read_instance, bool, "true or false"))
 TEXT = Kind({"type": ["string", "null"], "minLength": 1}, _read_text)
-ANY_TEXT: Kind[Any] = Kind({"type": ["string", "null"]}, lambda value, _: value)
+ANY_TEXT = unread({"type": ["string", "null"]})
 OBJECT: Kind[JsonObject] = Kind({"type": ["object", "null"]}, _read_object)
 TEXTS = Kind({"type": ["object", "null"], "additionalProperties": {"type": ["string", "null"]}}, _read_texts)
 _STOPS: Schema = {"items": {"type": "string", "minLength": 1}, "maxItems": 16}
@@ -377,9 +380,9 @@ STOP_SEQUENCES = honoured(
 NUM_CHOICES = honoured("n", integer(1, 128), "1 to 128 answers, remembered as siblings", default=1)
 STREAM_OPTIONS = honoured(
     "stream_options",
-    Kind({**OBJECT.schema, "properties": {"include_usage": FLAG.schema}}, _read_object),
+    flag_in("include_usage"),
     "include_usage; include_obfuscation is ignored",
-    default={},
+    default=False,
 )
 METADATA = honoured(
     "metadata", TEXTS, "kept with the interaction; agent names the agent of a multi-agent episode", default={}
@@ -429,7 +432,7 @@ SAMPLING = (
     ),
     honoured("seed", integer(-(2**63), 2**63 - 1), "equal requests with equal seeds and weights sample equal tokens"),
 )
-"""The fields that ``create_sampling`` uses, and the seed."""
+"""The fields of ``Sampling``, and the seed."""
 
 
 def _read_effort(value: Any, name: str) -> JsonObject:
@@ -504,12 +507,6 @@ ENABLE_THINKING = honoured(
 """The fields by which vendors and servers ask for more or less thinking; each is read as options of a chat template."""
 
 
-def thinking_options(values: JsonObject) -> JsonObject:
-    """Return the options of the chat template in all of these fields. The most particular field takes precedence."""
-    fields = (REASONING_EFFORT, REASONING, THINKING, ENABLE_THINKING, CHAT_TEMPLATE_KWARGS)
-    return {name: each for field in fields for name, each in (values.get(field.name) or {}).items()}
-
-
 _GATEWAY = (
     inert("provider", "no other provider is asked"),
     inert("models", "the session's policy answers"),
@@ -554,67 +551,7 @@ OPENAI_CHUNKS = (
 """The fields of chat completions and plain completions, whose streams are chunks with choices."""
 
 
-def create_sampling(values: JsonObject, *, max_new_tokens: int, top_logprobs: int = 0) -> Sampling:
-    """Return the sampling parameters: those that a dialect names differently, and ``SAMPLING`` among ``values``."""
-    # The smallest nucleus is the most probable token. Engines refuse a ``top_p`` of 0, which OpenAI's endpoint accepts.
-    is_smallest = values["top_p"] == 0
-    return Sampling(
-        temperature=values["temperature"],
-        top_p=1.0 if is_smallest else values["top_p"],
-        # Both 0 and -1 turn it off.
-        top_k=1 if is_smallest else max(values["top_k"], 0),
-        min_p=values["min_p"],
-        max_new_tokens=max_new_tokens,
-        stop=values.get("stop") or values.get("stop_sequences") or (),
-        stop_token_ids=values["stop_token_ids"],
-        frequency_penalty=values["frequency_penalty"],
-        presence_penalty=values["presence_penalty"],
-        repetition_penalty=values["repetition_penalty"],
-        logit_bias=values["logit_bias"],
-        top_logprobs=top_logprobs,
-    )
-
-
-# ----------------------------------------------------------------------------------------------- JSON and errors
-
-
-def parse_json(text: bytes, what: str, *, param: str | None = None) -> Any:
-    """Parse ``text``, with integers of any size as they are; errors refer to it as ``what``.
-
-    Raises:
-        InvalidRequest: it is not valid JSON, or nested too deeply to be written again.
-    """
-    try:
-        value = load_json(text)
-    except orjson.JSONDecodeError as error:
-        raise InvalidRequest(f"{what} is not valid JSON: {error.msg} (line {error.lineno}).", param=param) from None
-    except RecursionError:
-        raise _too_deep(what, param) from None
-    # Counting brackets is fast, and most bodies have fewer of them than the limit, so the value is rarely walked.
-    depth, level = 0, [value] if text.count(b"{") + text.count(b"[") > _MAX_DEPTH else []
-    while level := [each for each in level if isinstance(each, dict | list)]:
-        depth += 1
-        if depth > _MAX_DEPTH:
-            raise _too_deep(what, param)
-        level = [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)]
-    return value
-
-
-def _too_deep(what: str, param: str | None) -> InvalidRequest:
-    return InvalidRequest(f"{what} is nested more than {_MAX_DEPTH} levels deep; flatten it.", param=param)
-
-
-def parse_object(body: bytes) -> dict[str, Any]:
-    """Return the JSON object in ``body``; an empty one for an empty body.
-
-    Raises ``InvalidRequest`` for anything else.
-    """
-    if not body:
-        return {}
-    value = parse_json(body, "The body")
-    if not isinstance(value, dict):
-        raise InvalidRequest("The body must be a JSON object.")
-    return value
+# ------------------------------------------------------------------------------------------------------- errors
 
 
 def shown(value: Any) -> str:

@@ -15,6 +15,7 @@ from attrs import frozen
 
 from areal_actors.domain import Exactly, Grammar, JsonText, MatchingRegex, OneOf, Tool, ToolChoice
 from areal_actors.errors import InvalidRequest, UnsupportedParameter
+from areal_actors.lib.exact_json import parse_json
 from areal_actors.proxy.dialects.client_tools import OPENAI_TOOLS
 from areal_actors.proxy.dialects.fields import (
     OBJECT,
@@ -23,9 +24,9 @@ from areal_actors.proxy.dialects.fields import (
     Kind,
     honoured,
     optional_text,
-    parse_json,
     required_text,
     shown,
+    unread,
     wrong,
 )
 
@@ -177,8 +178,8 @@ def require_distinct(tools: Iterable[Tool]) -> tuple[Tool, ...]:
     return offered
 
 
-TOOL_CHOICE: Kind[Any] = Kind({"type": ["string", "object", "null"]}, lambda value, _: value)
-"""Passed on as it is, because ``parse_tool_choice`` needs the tools as well."""
+TOOL_CHOICE = unread({"type": ["string", "object", "null"]})
+"""``parse_tool_choice`` needs the tools as well."""
 
 
 @frozen(kw_only=True)

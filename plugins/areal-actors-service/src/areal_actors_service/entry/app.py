@@ -18,8 +18,8 @@ from attrs.validators import ge, gt, le
 from starlette.applications import Starlette
 
 from areal_actors.cache.session import SHARD_NAME, shard_of
+from areal_actors.lib.exact_json import parse_object
 from areal_actors.proxy.access import read_key
-from areal_actors.proxy.dialects.fields import parse_object
 from areal_actors.proxy.exchange import Exchange, Traffic
 from areal_actors.proxy.forwarding import Backend, EveryPath, forward, segments_of
 

@@ -23,10 +23,10 @@ from areal_actors.cache.session import shard_of
 from areal_actors.domain.accounts import User, is_user_key
 from areal_actors.errors import InvalidRequest, NotFound, RequestError, Unauthorized
 from areal_actors.kernel import Ref
+from areal_actors.lib.exact_json import parse_object
 from areal_actors.messages import Accounts, IdentifyUser
 from areal_actors.proxy.access import Authenticator, read_key
 from areal_actors.proxy.config import ProxyConfig
-from areal_actors.proxy.dialects.fields import parse_object
 from areal_actors.proxy.exchange import Exchange, Receive, Send, Traffic
 from areal_actors.proxy.forwarding import Backend, EveryPath, forward, segments_of
 from areal_actors.proxy.keys import KeysEndpoint

@@ -48,9 +48,7 @@ class ChatDialect(Dialect):
     summary: ClassVar[str] = "OpenAI's chat completions; streamed as ChatCompletionChunk events"
     fields: ClassVar[FieldTable] = CHAT_FIELDS
 
-    def parse(self, body: JsonObject, *, tag: str | None = None) -> Parsed:
-        """Parse a request body."""
-        return parse_chat_request(self, body, tag)
+    parse = parse_chat_request
 
     def format_answers(self, parsed: Parsed, answers: Sequence[Answer]) -> dict[str, Any]:
         """Return a ``chat.completion`` object; see ``format_choices``."""

@@ -12,12 +12,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from attrs import evolve
-
 from areal_actors.domain import ChatMessage, Grammar, Tool, ToolCall
 from areal_actors.errors import InvalidRequest, UnsupportedParameter
 from areal_actors.lib.exact_json import dump_json
-from areal_actors.proxy.dialects.base import Dialect, Parsed, split_begun
+from areal_actors.proxy.dialects.base import Dialect, Parsed, split_begun, thinking_options
 from areal_actors.proxy.dialects.client_tools import (
     CallForm,
     Offer,
@@ -30,7 +28,6 @@ from areal_actors.proxy.dialects.fields import (
     CONVERSATIONS,
     FLAG,
     MAX_TOKENS,
-    OBJECT,
     OBJECTS,
     OPENAI,
     OPENAI_CHUNKS,
@@ -40,17 +37,16 @@ from areal_actors.proxy.dialects.fields import (
     FieldTable,
     JsonObject,
     Kind,
+    flag_in,
     honoured,
     inert,
     integer,
     objects_of,
-    optional_text,
-    read,
     refused,
     required_text,
     shown,
-    thinking_options,
     turns_of,
+    unread,
     wrong,
 )
 from areal_actors.proxy.dialects.structured import (
@@ -86,18 +82,21 @@ def _parse_message(raw: Any, where: str) -> ChatMessage:
     role = raw.get("role")
     if role not in _ROLES:
         raise wrong(f"{where}.role", "system, developer, user, assistant or tool", role)
+    for name in ("name", "tool_call_id"):
+        if not isinstance(raw.get(name), str | None):
+            raise wrong(f"{where}.{name}", "a string", raw[name])
     content = raw.get("content")
     if content is not None and not isinstance(content, str):
         content = join_parts(content, f"{where}.content", _TEXT_PARTS)
-    if role != "assistant":
-        if content is None and role != "tool":
-            raise wrong(f"{where}.content", "text", None)
-        return ChatMessage(
-            role=role,
-            content=content or "",
-            tool_call_id=optional_text(raw, "tool_call_id", where) if role == "tool" else None,
-            name=optional_text(raw, "name", where),
-        )
+    if role == "assistant":
+        return _parse_answer(raw, content, where)
+    if content is None and role != "tool":
+        raise wrong(f"{where}.content", "text", None)
+    call_id = raw.get("tool_call_id") if role == "tool" else None
+    return ChatMessage(role=role, content=content or "", tool_call_id=call_id or None, name=raw.get("name") or None)
+
+
+def _parse_answer(raw: JsonObject, content: str | None, where: str) -> ChatMessage:
     if raw.get("function_call") is not None:
         raise UnsupportedParameter(f"{where}.function_call is deprecated; send tool_calls.", param=where)
     calls = raw.get("tool_calls")
@@ -111,7 +110,7 @@ def _parse_message(raw: Any, where: str) -> ChatMessage:
         role="assistant",
         content=content,
         tool_calls=tuple(_parse_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls or ())),
-        name=optional_text(raw, "name", where),
+        name=raw.get("name") or None,
         reasoning=reasoning if isinstance(reasoning, str) else None,
     )
 
@@ -207,13 +206,12 @@ def parse_tools(value: Any, param: str = "tools") -> Offer:
 # ------------------------------------------------------------------------------------------------------- fields
 
 _NO_EBNF = "use response_format, guided_json, guided_regex or guided_choice"
-_MESSAGES = Kind(turns_of(*_ROLES), parse_messages, is_raw=True)
 CHAT_FIELDS = FieldTable(
     "chat completions",
     (
         honoured(
             "messages",
-            _MESSAGES,
+            unread(turns_of(*_ROLES), is_raw=True),
             "content parts of type text are joined by newlines; images, audio and files as unsupported_blocks says",
             is_required=True,
         ),
@@ -261,7 +259,9 @@ CHAT_FIELDS = FieldTable(
         *EXTENSIONS,
         REASONING_EFFORT,
         REASONING,
-        honoured("usage", OBJECT, "OpenRouter's name: include as include_usage of stream_options", default={}),
+        honoured(
+            "usage", flag_in("include"), "OpenRouter's name: include as include_usage of stream_options", default=False
+        ),
         inert("prediction", "would save time only"),
         inert("verbosity", "a hint that no chat template takes; ask for it in the prompt"),
         refused("audio", "this model writes text only"),
@@ -291,7 +291,7 @@ CHAT_FIELDS = FieldTable(
 # ------------------------------------------------------------------------------------------------------ requests
 
 
-def parse_chat_request(dialect: Dialect, body: JsonObject, tag: str | None) -> Parsed:
+def parse_chat_request(dialect: Dialect, body: JsonObject, *, tag: str | None = None) -> Parsed:
     """Parse the body of a request; see ``Dialect.parse``."""
     values = CHAT_FIELDS.read(body, inert=dialect.inert)
     has_logprobs, top_logprobs = values["logprobs"], values["top_logprobs"]
@@ -304,35 +304,37 @@ def parse_chat_request(dialect: Dialect, body: JsonObject, tag: str | None) -> P
             param="max_completion_tokens",
         )
     offer: Offer = values["tools"]
-    selection = parse_tool_choice(values["tool_choice"], offer.tools)
     messages, begun = _split_messages(values)
+    response_format = _select_format(values)
+    selection = parse_tool_choice(values["tool_choice"], offer.tools)
     request = dialect.create_request(
-        values, tag=tag, max_new_tokens=new or old, has_logprobs=has_logprobs, top_logprobs=top_logprobs
+        values,
+        tag=tag,
+        max_new_tokens=new or old,
+        has_logprobs=has_logprobs,
+        top_logprobs=top_logprobs,
+        messages=messages,
+        begun=begun,
+        tools=selection.tools,
+        tool_choice=selection.choice,
+        parallel_tool_calls=values["parallel_tool_calls"],
+        response_format=response_format,
+        num_choices=values["n"],
+        template_kwargs=thinking_options(values),
     )
     return Parsed(
-        request=evolve(
-            request,
-            messages=messages,
-            begun=begun,
-            tools=selection.tools,
-            tool_choice=selection.choice,
-            parallel_tool_calls=values["parallel_tool_calls"],
-            response_format=_select_format(values),
-            num_choices=values["n"],
-            template_kwargs=thinking_options(values),
-        ),
+        request=request,
         forms=offer.forms,
         model=values["model"],
         is_stream=values["stream"],
-        include_usage=read(values["stream_options"], "include_usage", FLAG, default=False)
-        or read(values["usage"], "include", FLAG, default=False),
+        include_usage=values["stream_options"] or values["usage"],
         has_logprobs=has_logprobs,
     )
 
 
 def _split_messages(values: JsonObject) -> tuple[tuple[ChatMessage, ...], ChatMessage | None]:
     """Return the messages to be answered, and the beginning of the answer if the last one is to be continued."""
-    messages, is_continued = values["messages"], values["continue_final_message"]
+    messages, is_continued = parse_messages(values["messages"]), values["continue_final_message"]
     if values["add_generation_prompt"] is not None and values["add_generation_prompt"] == is_continued:
         raise InvalidRequest(
             "add_generation_prompt and continue_final_message are opposites; give one of them.",

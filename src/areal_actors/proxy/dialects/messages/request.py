@@ -16,13 +16,11 @@ from hashlib import blake2b
 from itertools import chain
 from typing import Any
 
-from attrs import evolve
-
 from areal_actors.domain import UNPARSED_ARGUMENTS, ChatMessage, Tool, ToolCall
 from areal_actors.errors import InvalidRequest, PreviousNotFound, UnsupportedParameter
 from areal_actors.lib.exact_json import dump_json, load_json
 from areal_actors.lib.json_prefix import JsonPrefix
-from areal_actors.proxy.dialects.base import Dialect, Parsed, split_begun
+from areal_actors.proxy.dialects.base import Dialect, Parsed, split_begun, thinking_options
 from areal_actors.proxy.dialects.client_tools import ANTHROPIC_TOOLS, find_typed_tool, refuse_tool
 from areal_actors.proxy.dialects.fields import (
     ALL_ROUTES,
@@ -47,7 +45,6 @@ from areal_actors.proxy.dialects.fields import (
     refused,
     required_text,
     shown,
-    thinking_options,
     turns_of,
     wrong,
 )
@@ -247,7 +244,7 @@ def parse_anthropic_tools(value: Any, param: str = "tools") -> tuple[Tool, ...]:
         if typed is not None:
             tools.append(typed.create_function(raw, where))
         elif raw.get("type") not in (None, "custom"):
-            raise refuse_tool(raw, where, "custom tools, bash, text_editor, memory and computer")
+            raise refuse_tool(raw, where, "custom tools, bash, text_editor and memory")
         else:
             tools.append(parse_tool(raw, where, schema="input_schema", needs_schema=True))
     return require_distinct(tools)
@@ -295,8 +292,8 @@ MESSAGES_FIELDS = FieldTable(
         honoured(
             "tools",
             Kind(OBJECTS, parse_anthropic_tools),
-            "custom tools, and bash, text_editor, memory and computer of any date; those of Anthropic's servers as "
-            "unsupported_blocks says; defer_loading is ignored",
+            "custom tools, and bash, text_editor and memory of any date; those of Anthropic's servers are left out "
+            "beside these; defer_loading is ignored",
             default=(),
         ),
         honoured(
@@ -342,7 +339,7 @@ MESSAGES_FIELDS = FieldTable(
 # ------------------------------------------------------------------------------------------------------ requests
 
 
-def parse_anthropic_request(dialect: Dialect, body: JsonObject, tag: str | None) -> Parsed:
+def parse_anthropic_request(dialect: Dialect, body: JsonObject, *, tag: str | None = None) -> Parsed:
     """Parse the body of a request; see ``Dialect.parse``.
 
     ``max_tokens`` may be missing although Anthropic requires it, because requests to count tokens are parsed here as
@@ -360,8 +357,10 @@ def parse_anthropic_request(dialect: Dialect, body: JsonObject, tag: str | None)
         )
     effort = read(values["output_config"], "effort", EFFORT, {})
     messages, begun = split_begun((*values["system"], *values["messages"]))
-    request = evolve(
-        dialect.create_request(values, tag=tag, max_new_tokens=values["max_tokens"]),
+    request = dialect.create_request(
+        values,
+        tag=tag,
+        max_new_tokens=values["max_tokens"],
         messages=messages,
         begun=begun,
         tools=selection.tools,

@@ -24,7 +24,7 @@ from areal_actors.domain import (
     ToolChoice,
 )
 from areal_actors.errors import InvalidRequest, PreviousNotFound, UnsupportedParameter
-from areal_actors.proxy.dialects.base import Dialect, Parsed
+from areal_actors.proxy.dialects.base import Dialect, Parsed, thinking_options
 from areal_actors.proxy.dialects.chat.request import join_parts, parse_call, parse_freeform_call
 from areal_actors.proxy.dialects.client_tools import (
     CALL_ITEMS,
@@ -61,7 +61,6 @@ from areal_actors.proxy.dialects.fields import (
     refused,
     required_text,
     shown,
-    thinking_options,
     without_nulls,
     wrong,
 )
@@ -235,8 +234,6 @@ def _read_output(raw: JsonObject, where: str) -> str:
             text = "" if output is None else _read_content(output, where)
             # The model reads nothing but the text.
             return text if text and status == "completed" else f"{status}\n{text}".strip()
-        case "computer_call_output" if isinstance(output, dict):
-            return _read_content([output], where)
         case _:
             return _read_content(output, where)
 
@@ -255,18 +252,11 @@ def _read_shell_output(raw: Any, where: str) -> str:
 
 def _read_call(raw: JsonObject, where: str) -> ToolCall:
     call_id, namespace = required_text(raw, "call_id", where), raw.get("namespace")
-    if raw["type"] in CALL_ITEMS:
-        return _read_typed_call(raw, where, call_id)
+    if (typed := CALL_ITEMS.get(raw["type"])) is not None:
+        return typed.read_call(raw, call_id, where)
     parse = parse_freeform_call if raw["type"] == "custom_tool_call" else parse_call
     call = parse(raw, where, call_id)
     return evolve(call, name=_join_name(namespace, call.name)) if isinstance(namespace, str) and namespace else call
-
-
-def _read_typed_call(raw: JsonObject, where: str, call_id: str) -> ToolCall:
-    rows = [tool for tool in OPENAI_TOOLS.values() if tool.item == raw["type"]]
-    # Both computer tools have calls of one type.
-    row = next((tool for tool in rows if tool.key and raw.get(tool.key) is not None), rows[0])
-    return row.read_call(raw, call_id, where)
 
 
 # ------------------------------------------------------------------------------------------------------- fields
@@ -369,8 +359,8 @@ RESPONSES_FIELDS = FieldTable(
         honoured(
             "tools",
             Kind(OBJECTS, _parse_offer),
-            "functions and custom tools, also in namespaces, local_shell, shell, apply_patch, computer and "
-            "computer_use_preview; those of OpenAI's servers as unsupported_blocks says",
+            "functions and custom tools, also in namespaces, local_shell, shell and apply_patch; those of OpenAI's "
+            "servers are left out beside these",
             default=Offer(),
         ),
         honoured("tool_choice", TOOL_CHOICE, "auto, none, required, a tool, or allowed_tools"),
@@ -410,7 +400,7 @@ RESPONSES_FIELDS = FieldTable(
 # ------------------------------------------------------------------------------------------------------ requests
 
 
-def parse_response_request(dialect: Dialect, body: JsonObject, tag: str | None) -> Parsed:
+def parse_response_request(dialect: Dialect, body: JsonObject, *, tag: str | None = None) -> Parsed:
     """Parse the body of a request; see ``Dialect.parse``."""
     body = with_additional_tools(body)
     values = RESPONSES_FIELDS.read(body, inert=dialect.inert)
@@ -419,14 +409,12 @@ def parse_response_request(dialect: Dialect, body: JsonObject, tag: str | None) 
     instructions, top_logprobs = values["instructions"], values["top_logprobs"]
     effort = read(values["reasoning"], "effort", EFFORT, {})
     has_logprobs = _LOGPROBS in values["include"] or top_logprobs > 0
-    request = evolve(
-        dialect.create_request(
-            values,
-            tag=tag,
-            max_new_tokens=values["max_output_tokens"],
-            has_logprobs=has_logprobs,
-            top_logprobs=top_logprobs,
-        ),
+    request = dialect.create_request(
+        values,
+        tag=tag,
+        max_new_tokens=values["max_output_tokens"],
+        has_logprobs=has_logprobs,
+        top_logprobs=top_logprobs,
         messages=(*instructions, *values["input"]),
         has_instructions=bool(instructions),
         previous=values["previous_response_id"],

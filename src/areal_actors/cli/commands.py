@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import sys
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -293,7 +294,7 @@ def serve(*, config: Path, overrides: tuple[str, ...], resume: str, run_dir: Pat
 @click.option(
     "--output",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Where it is written, instead of <fileroot>/<experiment_name>/<trial_name>.eval/<model>.",
+    help="Where it is written, instead of RUN.eval/<model>, next to the run of --model, or else of CONFIG.",
 )
 @click.option("--resume", is_flag=True, help="Go on with this evaluation; episodes that are over are not run again.")
 @click.option("--json", "is_json", is_flag=True, help="For programs: the results as one line of JSON.")
@@ -642,6 +643,9 @@ def cli() -> None:
 
 def main() -> None:
     """Run the command line of this process."""
+    # A shell that is not interactive starts what ends in & with SIGINT ignored; ``kill -INT`` is meant for the run.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # Idle threads of GNU OpenMP, which PyTorch uses, spin 300,000 times before they sleep, and take cores from the
     # threads that have work; if they never spin (OMP_WAIT_POLICY=PASSIVE), each small operation waits for a wake-up.
     # The job that init writes, on two quiet cores: 6.2 s a step by default, 5.5 s passive, 4.4 s with this number.

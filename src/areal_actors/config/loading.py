@@ -250,7 +250,9 @@ def _parse_override(text: str) -> tuple[ConfigPath, Any]:
     try:
         parsed = parse_yaml(value, source="its value")
     except ConfigError as error:
-        raise Mistakes([Mistake(text=f"{text!r}: {problem}") for problem in error.problems]) from error
+        # A shell splits {a: b} at its blanks, and the parts are words of their own.
+        advice = f"; quote it for the shell: '{key}={{...}}'" if value[:1] in ("{", "[") and " " not in value else ""
+        raise Mistakes([Mistake(text=f"{text!r}: {problem}{advice}") for problem in error.problems]) from error
     # Marked, because paths typed on the command line are relative to the working directory, not to the file.
     return _rename(path, _ALIASES), _typed(parsed.data)
 

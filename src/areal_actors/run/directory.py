@@ -20,8 +20,10 @@ from typing import Any
 
 import yaml
 
+from areal_actors import __version__
 from areal_actors.config import RunConfig, save_config
 from areal_actors.dashboard import RunDirectory, require_trackers
+from areal_actors.dashboard.run_record import read_record
 from areal_actors.errors import (
     CheckpointError,
     ConfigError,
@@ -192,6 +194,8 @@ def _resumed_settings(config: RunConfig, directory: RunDirectory) -> Iterator[No
     """
     if not directory.has_run:
         raise ConfigError(f"There is no run in {directory.path} to resume; leave --resume out, or check --run-dir.")
+    if (record := read_record(directory)) is not None and record.library_version != __version__:
+        _log.warning("resumed_with_another_version", before=record.library_version, now=__version__)
     before = directory.config.read_text(encoding="utf-8") if directory.config.is_file() else None
     begun_at = _written_at(directory.metrics)
     directory.path.mkdir(parents=True, exist_ok=True)

@@ -181,7 +181,9 @@ def _prepare(config: RunConfig, key_file: Path, settings: Path) -> str:
     # Clients reach services through the host only, and the services share its users.
     proxy = evolve(config.proxy, host="127.0.0.1", port=0, public_host=None, admin_key=None, open_sessions=False)
     sections = {"users": users_of(config), "host": evolve(host_of(config), admin_key=None)}
-    shared = evolve(config, proxy=proxy, plugins={**config.plugins, **sections})
+    # The page of all trials is the host's; a port of their own would be in use for the second service.
+    logging = evolve(config.logging, page_port=0)
+    shared = evolve(config, proxy=proxy, logging=logging, plugins={**config.plugins, **sections})
     with atomic_path(settings, mode=0o600) as partial:
         save_config(shared, partial)
     return key

@@ -39,7 +39,7 @@ from areal_actors.training.phases import PhaseName
 _log = get_logger(__name__)
 
 _DESTRUCTIVE_RATE = 0.1
-"""Weights are about 0.02 in size. The smallest model of the examples learns with 0.01, and larger ones with far less."""
+"""Weights are about 0.02 in size. The smallest model of the examples learns with 0.01, larger ones with far less."""
 
 
 def compares_members(config: AdvantageConfig) -> bool:

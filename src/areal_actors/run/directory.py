@@ -227,7 +227,7 @@ def _written_at(path: Path) -> int | None:
 def find_changes(before: str, now: str) -> tuple[str, ...]:
     """Return the settings in which two configuration files differ, each as ``name: before -> now``, without secrets."""
     try:
-        old, new = (_flatten(yaml.safe_load(redact_settings(text)) or {}) for text in (before, now))
+        old, new = parse_settings(before), parse_settings(now)
     except (yaml.YAMLError, AttributeError):
         # A file that was damaged, or is not a mapping.
         return ("the settings of the steps before cannot be read",)
@@ -236,6 +236,14 @@ def find_changes(before: str, now: str) -> tuple[str, ...]:
         for name in sorted({*old, *new})
         if old.get(name) != new.get(name)
     )
+
+
+def parse_settings(text: str) -> dict[str, Any]:
+    """Return the settings of a configuration file by their dotted names, without secrets.
+
+    Raises ``YAMLError``, or ``AttributeError`` for a file that is not a mapping.
+    """
+    return _flatten(yaml.safe_load(redact_settings(text)) or {})
 
 
 def _flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

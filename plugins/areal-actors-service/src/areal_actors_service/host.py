@@ -22,6 +22,7 @@ from areal_actors.kernel import ActorSystem, Ref
 from areal_actors.kernel.remote.sockets import is_loopback
 from areal_actors.lib import loops
 from areal_actors.lib.atomic_write import atomic_path, atomic_write
+from areal_actors.lib.service_manager import open_service_manager
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.messages import Accounts, DescribeEndpoint, Endpoint, IdentifyUser, ListKeys
 from areal_actors.proxy.access import Authenticator, create_admin_key
@@ -57,13 +58,14 @@ def run_host(config: RunConfig, *, announce: Callable[[str], object]) -> None:
 
 async def _run(config: RunConfig, announce: Callable[[str], object]) -> None:
     stopping = anyio.Event()
-    async with anyio.create_task_group() as tasks:
+    async with open_service_manager() as notify, anyio.create_task_group() as tasks:
         with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
             tasks.start_soon(_listen, signals, stopping)
             async with open_host(config) as host:
                 announce(f"Listening at {host.endpoint.url}; the admin key is in {host.key_file}.")
                 if host.page_url is not None:
                     announce(f"Watch its trials at {host.page_url}")
+                notify("READY=1")
                 await stopping.wait()
             tasks.cancel_scope.cancel()
 

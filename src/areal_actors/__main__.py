@@ -12,9 +12,10 @@ def _leave(*_: object) -> None:
     os._exit(130)  # an exception could become another one inside a module that is being imported
 
 
-# Ctrl-C in the tenth of a second that the imports take leaves without a traceback. A parent such as nohup may have
-# ignored the signal, and threads, on which programs may import this module, cannot set it.
-if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+# Ctrl-C in the tenth of a second that the imports take leaves without a traceback. A script starts a command that ends
+# in & with the signal ignored; a run heeds it from its first step on, and so does the command from its start. Threads,
+# on which programs may import this module, cannot set it.
+if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, signal.SIG_IGN):
     with suppress(ValueError):
         signal.signal(signal.SIGINT, _leave)
 try:

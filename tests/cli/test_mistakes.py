@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import shutil
 import sys
@@ -35,13 +36,22 @@ class Idle:
     async def run(self, data, **kwargs):
         return 1.0
 """
-FILES = {
+FILES: dict[str, str | bytes] = {
     "agents.py": AGENTS,
     "absent.py": "import a_package_that_is_not_there",
     "empty.yaml": "",
     "broken.yaml": "a: [1\n",
     "empty.jsonl": "",
     "bad.jsonl": '{"a": 1}\n{oops\n',
+    "array.jsonl": '[\n{"a": 1},\n{"a": 2}\n]\n',
+    "line.jsonl": '[{"a": 1}, {"a": 2}]\n',
+    "pretty.jsonl": '{\n  "a": 1\n}\n',
+    "table.csv": "question,answer\n1 + 1,2\n",
+    "cut.jsonl": '{"a": 1}\n\0\0\0\n',
+    "packed.jsonl.gz": gzip.compress(b"{}", mtime=0),
+    "latin.jsonl": '{"a": "ä"}\n'.encode("latin-1"),
+    "utf16.jsonl": '{"a": 1}\n'.encode("utf-16"),
+    "encoded/utf16.yaml": "a: 1\n".encode("utf-16"),
     "adapter/adapter_config.json": '{"r": 4, "lora_alpha": 32}',
     "adapter/base_model.json": '{"name": "another-model", "fingerprint": "0"}',
 }
@@ -65,6 +75,10 @@ MISTAKES = [
     ((*TRAIN, "gconfig.temperature=-1"), "gconfig.temperature must be >= 0.0, not -1.0"),
     ((*TRAIN, "rollout.group_size=1000000000"), "rollout.group_size must be <= 65536, not 1000000000"),
     (("try", "tiny.yaml", "rollout.group_size=1000000000"), "rollout.group_size must be <= 65536"),
+    ((*TRAIN, "dataset={jsonl:"), "quote it for the shell: 'dataset={...}'"),
+    ((*TRAIN, "rollout.workflow=\u201ctiny_agent.py:TinyAgent\u201d"), "; type plain quotes, or none"),
+    ((*TRAIN, "logging.trackers=wandb"), "write ['wandb']"),
+    ((*TRAIN, "engine.max_length=4"), "4 tokens for prompt and answer"),
     # Files
     (("train", "nothere.yaml"), "There is no file nothere.yaml; . has broken.yaml, empty.yaml, tiny.yaml."),
     (("train", "empty.yaml"), "experiment_name is missing; it must be text"),
@@ -72,10 +86,21 @@ MISTAKES = [
     ((*TRAIN, "dataset={jsonl: nothere.jsonl}"), "nothere.jsonl cannot be read: No such file"),
     ((*TRAIN, "dataset={jsonl: empty.jsonl}"), "empty.jsonl has no problems: 0 in all."),
     ((*TRAIN, "dataset={jsonl: bad.jsonl}"), "bad.jsonl, line 2 is not JSON"),
+    ((*TRAIN, "dataset={jsonl: array.jsonl}"), "jq -c '.[]' FILE"),
+    ((*TRAIN, "dataset={jsonl: line.jsonl}"), "jq -c '.[]' FILE"),
+    ((*TRAIN, "dataset={jsonl: pretty.jsonl}"), "jq -c . FILE"),
+    ((*TRAIN, "dataset={jsonl: table.csv}"), "it looks like CSV"),
+    ((*TRAIN, "dataset={jsonl: cut.jsonl}"), "line 2 is not JSON: the line has NUL bytes"),
+    ((*TRAIN, "dataset={jsonl: packed.jsonl.gz}"), "unpack it with gunzip"),
+    ((*TRAIN, "dataset={jsonl: latin.jsonl}"), "save the file as UTF-8"),
+    ((*TRAIN, "dataset={jsonl: utf16.jsonl}"), "the file is UTF-16"),
+    (("train", "encoded/utf16.yaml"), "save it as UTF-8"),
+    ((*TRAIN, "dataset={reasoning_gym: chain_sumx}"), "did you mean chain_sum?"),
     ((*TRAIN, "dataset={python: 'tiny_agent.py:problem'}"), "did you mean problems?"),
     ((*TRAIN, "dataset=null"), "dataset is missing: the problems to train on"),
     ((*TRAIN, "--resume"), "to resume; leave --resume out, or check --run-dir."),
     (("eval", "tiny.yaml", "eval_dataset=null"), "eval_dataset is missing: the problems to evaluate on"),
+    (("eval", "tiny.yaml", "--model", "runs/tiny/nothere"), "there is neither a run nor a model in"),
     (("view", "nothere"), "nothere holds no run"),
     (("models", "--fileroot", "nothere"), "nothere is not a directory; --fileroot is where runs are written"),
     # The agent
@@ -96,6 +121,7 @@ MISTAKES = [
     ((*TRAIN, "phases=[distillation]", "distillation={teacher: {model: ./teacher}}"), "has another tokenizer than"),
     # The service
     (("serve", "tiny.yaml", "proxy.host=0.0.0.0"), "set proxy.admin_key, or listen on 127.0.0.1"),
+    (("serve", "tiny.yaml", "proxy.host=256.1.1.1"), "must be a name or an address"),
     # The command line
     (("trian", "tiny.yaml"), "No such command 'trian'. Did you mean 'train'?"),
     ((*TRAIN, "--resum"), "No such option '--resum'. Did you mean '--resume'?"),
@@ -110,7 +136,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(EXAMPLES / name, place)
     for name, text in FILES.items():
         (place / name).parent.mkdir(exist_ok=True)
-        (place / name).write_text(text)
+        (place / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     teacher = Path(shutil.copytree(resolve_model("tiny").path, place / "teacher"))
     tokenizer = json.loads((teacher / "tokenizer.json").read_text())
     ids = tokenizer["model"]["vocab"]

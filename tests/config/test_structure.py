@@ -123,7 +123,7 @@ def test_structure_reports_all_mistakes():
         ("sold", "yes", "must be true or false, not 'yes'"),
         ("finish", "silk", "must be one of matt, gloss, not 'silk'"),
         ("brushes", {"width": 1}, "must be a list of sections (width, color), not a mapping"),
-        ("tags", "a", "must be a list of texts, not 'a'"),
+        ("tags", "a", "must be a list of texts, not 'a'; write ['a']"),
         ("extras", [1], "must be a mapping, not a list of 1"),
         ("height", 1.5, "must be a whole number or text, not 1.5"),
         ("high", 0, "must be above low, which is 0"),

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_actors.datasets import DatasetConfig, Problems, find_overlap, load_problems
+from areal_actors.datasets import DatasetConfig, Problems, find_overlap, find_shortage, load_problems
 from areal_actors.errors import DatasetError
 
 
@@ -46,9 +46,10 @@ def test_parts_of_a_dataset_do_not_overlap(total: int, start: int, size: int) ->
     def numbers(num: int, seed: int) -> list[dict[str, int]]:
         return [{"n": n} for n in range(min(num, total))]
 
-    first = load(python="f", target=numbers, size=size)
+    first, asked = load(python="f", target=numbers, size=size), DatasetConfig(python="f", size=size)
 
     assert [{"n": n} for n in range(min(size, total))] == data(first)
+    assert (size > total) == (find_shortage(asked, first) is not None)
     if size < total:
         rest = load(python="f", target=numbers, start=size, size=total)
         assert find_overlap(first, rest) == 0
@@ -76,7 +77,7 @@ def test_jsonl_lines_become_problems(tmp_path: Path) -> None:
         (b"[1, 2]", "is a JSON list"),
         (b'{"answer": NaN}', "NaN is not JSON"),
         (b'{"answer": -1e400}', "-1e400 is too large"),
-        (b"\xff\xfe", "is not JSON"),
+        (b"\xff\xfe", "the file is UTF-16; save it as UTF-8"),
         (b"[" * 100_000, "is nested too deep"),
     ],
 )
@@ -172,13 +173,15 @@ def test_reasoning_gym_seeds_make_different_problems() -> None:
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("no_such_task", {}), ("chain_sum", {"no_such_option": 1}), ("chain_sum", {"min_terms": 9, "max_terms": 2})],
+    [("chain_sum", {"no_such_option": 1}), ("chain_sum", {"min_terms": 9, "max_terms": 2})],
 )
 def test_reasoning_gym_errors_are_named(name: str, options: dict[str, Any]) -> None:
     """The name and the options as they were given, and the generator's own words."""
     pytest.importorskip("reasoning_gym")
     with pytest.raises(DatasetError, match=f"cannot make '{name}' with"):
         load(reasoning_gym=name, options=options, size=2)
+    with pytest.raises(DatasetError, match="no generator 'chain_sums'; did you mean chain_sum"):
+        load(reasoning_gym="chain_sums")
 
 
 # ----------------------------------------------------------------------------------------------------- Python functions

@@ -10,7 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_actors.domain.evaluation import Outcome, estimate_mean, pass_at_k, summarize_outcomes
+from areal_actors.domain.evaluation import (
+    Outcome,
+    estimate_mean,
+    estimate_runs,
+    pass_at_k,
+    student_quantile,
+    summarize_outcomes,
+)
 
 values = st.floats(-10, 10).map(lambda value: round(value, 3))
 clusters = st.lists(st.lists(values, min_size=1, max_size=4), min_size=2, max_size=6)
@@ -32,6 +39,27 @@ def test_with_one_sample_per_problem_the_error_is_the_usual_one(samples):
 
     assert found.value == pytest.approx(fmean(samples), abs=1e-9)
     assert found.standard_error == pytest.approx(stdev(samples) / math.sqrt(len(samples)), abs=1e-9)
+
+
+@given(st.integers(1, 60))
+def test_student_quantile_leaves_a_fortieth_above(freedom):
+    """The density, integrated by Simpson's rule up to the quantile."""
+    quantile, num = student_quantile(freedom), 2_000
+    scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(freedom * math.pi)
+    places = [quantile * index / num for index in range(num + 1)]
+    heights = [scale * (1 + place**2 / freedom) ** (-(freedom + 1) / 2) for place in places]
+    area = quantile / num / 3 * (heights[0] + heights[-1] + 4 * sum(heights[1:-1:2]) + 2 * sum(heights[2:-1:2]))
+
+    assert area == pytest.approx(0.475, abs=1e-6)
+
+
+@given(st.lists(values, min_size=2, max_size=8))
+def test_interval_over_runs_is_students(samples):
+    """Around the mean, with the usual standard error."""
+    found = estimate_runs(samples)
+    width = student_quantile(len(samples) - 1) * stdev(samples) / math.sqrt(len(samples))
+
+    assert (found.low, found.high) == pytest.approx((fmean(samples) - width, fmean(samples) + width), abs=1e-9)
 
 
 @given(clusters)

@@ -13,6 +13,7 @@ import yaml
 from click.testing import CliRunner
 
 from areal_actors.cli import cli
+from areal_actors.proxy.config import ProxyConfig
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "examples" / "deploy"
@@ -38,13 +39,53 @@ def test_systemd_accepts_the_unit(tmp_path: Path):
     assert [] == complaints
 
 
+def test_kubernetes_accepts_the_manifest():
+    """By its schemas, where those are installed; probes ask routes that there are, at the port of the service."""
+    service, workload = yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())
+    (container,) = workload["spec"]["template"]["spec"]["containers"]
+    mounted = {volume["name"] for volume in workload["spec"]["template"]["spec"]["volumes"]}
+    mounted |= {claim["metadata"]["name"] for claim in workload["spec"]["volumeClaimTemplates"]}
+    (port,) = container["ports"]
+    probes = [container[f"{kind}Probe"]["httpGet"] for kind in ("startup", "readiness", "liveness")]
+
+    assert 1 == workload["spec"]["replicas"]
+    assert service["spec"]["selector"] == workload["spec"]["template"]["metadata"]["labels"]
+    assert service["spec"]["ports"][0]["targetPort"] == port["name"]
+    assert f"proxy.port={port['containerPort']}" in container["args"]
+    assert {"/health", "/livez"} == {probe["path"] for probe in probes}
+    assert {port["name"]} == {probe["port"] for probe in probes}
+    assert mounted == {mount["name"] for mount in container["volumeMounts"]}
+    schemas = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")
+    for document in (service, workload):
+        schemas.validate(document, "1.30", strict=True)
+
+
+@pytest.mark.parametrize("name", ["nginx.conf", "Caddyfile"])
+def test_proxies_with_tls_do_not_buffer_streams(name: str):
+    """They go on to the port of the unit's service, hide its metrics and accept bodies of its size."""
+    text = (DEPLOY / name).read_text()
+    unbuffered = {"nginx.conf": "proxy_buffering off;", "Caddyfile": "flush_interval -1"}[name]
+
+    assert unbuffered in text
+    assert "127.0.0.1:8080" in text
+    assert "/metrics" in text
+    assert text.count("{") == text.count("}")
+    assert ProxyConfig().max_body_bytes == 16 * 2**20
+    assert "16m" in text.lower()
+
+
 def test_the_commands_of_the_files_are_those_of_the_program(monkeypatch):
-    """The unit's, the image's and the service's of the compose file."""
+    """Those of the unit, the image, the compose file and the manifest."""
     monkeypatch.chdir(ROOT)
     (started,) = re.findall(r"^ExecStart=\S+ (.+)$", UNIT, re.MULTILINE)
     (default,) = re.findall(r"^CMD (\[.+\])$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
     composed = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["areal"]["command"]
 
+    manifest = (DEPLOY / "kubernetes.yaml").read_text().replace("/etc/areal/serve.yaml", "examples/serve.yaml")
+    _, workload = yaml.safe_load_all(manifest)
+    (container,) = workload["spec"]["template"]["spec"]["containers"]
+
+    assert accepts(container["args"])
     assert accepts([word.replace("serve.yaml", "examples/serve.yaml") for word in shlex.split(started)])
     assert accepts(yaml.safe_load(default))
     assert accepts(composed)
@@ -59,6 +100,7 @@ def test_the_image_copies_files_that_there_are():
     assert all((ROOT / word).exists() for word in copied)
     assert "-c constraints.txt" in text
     assert "USER 1000" in text
+    assert "https://download.pytorch.org/whl/cpu" in text
 
 
 def test_the_page_shows_the_unit():

@@ -134,6 +134,20 @@ def test_log_keeps_ordinary_text():
     assert text == redact(text)
 
 
+def test_log_keeps_two_files(tmp_path):
+    """The newest records, in a bounded number of bytes."""
+    path = tmp_path / "log.jsonl"
+    with logging_to_file(path, max_bytes=1000):
+        for number in range(100):
+            log.warning("counted", number=number)
+    text = path.with_name("log.jsonl.1").read_text() + path.read_text()
+    numbers = [json.loads(line)["number"] for line in text.splitlines()]
+
+    assert ["log.jsonl", "log.jsonl.1"] == sorted(file.name for file in tmp_path.iterdir())
+    assert list(range(numbers[0], 100)) == numbers
+    assert all(file.stat().st_size <= 1000 for file in tmp_path.iterdir())
+
+
 @pytest.mark.skipif(not FULL.exists(), reason="only Linux has a file that is always full")
 def test_log_on_a_full_disk_loses_records_only(capsys):
     """It is said once, without a traceback for each of them, and the block ends as it would have."""

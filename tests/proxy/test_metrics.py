@@ -145,20 +145,22 @@ async def test_metrics_are_documented_and_have_no_secret():
 
 @pytest.mark.parametrize("is_on", [False, True])
 async def test_access_log_has_each_request_and_no_secret(tmp_path: Path, *, is_on: bool):
-    """One line of JSON with the id that the client got; neither a key nor the whole id of a session is in it."""
+    """One line of JSON with the id that the client got, and the shortened session that its URL or key names."""
     path = tmp_path / "log.jsonl"
     with logging_to_file(path):
         async with served(config=ProxyConfig(access_log=is_on)) as (_, http, session):
             headers = {"authorization": f"Bearer {session.api_key}"}
             answered = await http.post(f"/{session.session}{CHAT}", json=BODY, headers=headers)
             refused = await http.post(CHAT, json=BODY, headers={"authorization": "Bearer sk-wrong"})
+            ended = await http.post("/rl/end_session", json={}, headers=headers)
     text = await anyio.Path(path).read_text()
     lines = [line for line in map(json.loads, text.splitlines()) if line["event"] == "http_request"]
 
-    assert [answered.headers["x-request-id"], refused.headers["x-request-id"]] * is_on == [
-        line["request"] for line in lines
-    ]
-    assert [("chat/completions", 200), ("chat/completions", 401)] * is_on == [
-        (line["operation"], line["status"]) for line in lines
+    ids = [answer.headers["x-request-id"] for answer in (answered, refused, ended)]
+    named = session.session.partition("-")[0]
+    expected = [("chat/completions", 200, True), ("chat/completions", 401, False), ("rl/end_session", 200, True)]
+    assert ids * is_on == [line["request"] for line in lines]
+    assert expected * is_on == [
+        (line["operation"], line["status"], (line["session"] or "").startswith(named)) for line in lines
     ]
     assert not any(secret in text for secret in (session.api_key, session.session, "sk-wrong"))

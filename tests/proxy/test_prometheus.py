@@ -12,6 +12,7 @@ from pathlib import Path
 import anyio
 import httpx
 import pytest
+import yaml
 from tests.stacks.inference_stack import encode, open_inference_stack
 
 from areal_actors.messages import DescribeEndpoint
@@ -28,9 +29,11 @@ NUMBERS = {
 
 
 def expressions() -> list[str]:
-    """The queries of the dashboard, for all services."""
+    """The queries of the dashboard, for all services, and those of the alerts."""
     panels = json.loads((DEPLOY / "grafana.json").read_text())["panels"]
     found = [target["expr"] for panel in panels for target in panel["targets"]]
+    groups = yaml.safe_load((DEPLOY / "alerts.yml").read_text())["groups"]
+    found += [rule["expr"] for group in groups for rule in group["rules"]]
     return [expression.replace("$instance", ".*") for expression in found]
 
 
@@ -69,6 +72,7 @@ async def test_prometheus_reads_what_a_service_says(tmp_path: Path):
         url = (await (await inference.system.spawn(proxy)).ask(DescribeEndpoint())).url
         text = (DEPLOY / "prometheus.yml").read_text()
         config = tmp_path / "prometheus.yml"
+        shutil.copy(DEPLOY / "alerts.yml", tmp_path)
         config.write_text(text.replace("127.0.0.1:8080", url.removeprefix("http://")).replace("15s", "1s"))
         port = await find_free_port()
         command = ["prometheus", f"--config.file={config}", f"--web.listen-address=127.0.0.1:{port}"]

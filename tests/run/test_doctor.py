@@ -85,6 +85,29 @@ def test_doctor_warns_of_held_out_problems_that_are_trained_on(tmp_path):
     assert "16 of them are trained on" in finding.detail
 
 
+@pytest.mark.parametrize(
+    ("setting", "check", "verdict", "said"),
+    [
+        ("rollout.group_size=1", "settings", Verdict.WARNING, "rollout.group_size is 1, and rloo compares"),
+        ("trainer.optimizer.learning_rate=5", "settings", Verdict.WARNING, "learning_rate 5 moves each weight"),
+        ("dataset={jsonl: PLACE/two.jsonl, size: 9}", "problems", Verdict.WARNING, "two.jsonl has 2 problems"),
+        ("eval_dataset={jsonl: PLACE/two.jsonl, size: 9}", "held-out problems", Verdict.WARNING, "two.jsonl has 2"),
+        ("engine.max_length=4", "model", Verdict.FAILED, "4 tokens for prompt and answer"),
+        ("fileroot=/proc/nope", "run directory", Verdict.FAILED, "/proc cannot be written"),
+        ("model=PLACE", "model", Verdict.FAILED, "holds no complete model"),
+        ("model=PLACE", "memory", Verdict.SKIPPED, "see model"),
+        ("model=PLACE", "run directory", Verdict.SKIPPED, "see model"),
+    ],
+)
+def test_doctor_finds_mistake(tmp_path: Path, setting: str, check: str, verdict: Verdict, said: str) -> None:
+    """What is likely not meant is a warning; the cause of several checks is told once."""
+    (tmp_path / "two.jsonl").write_text('{"n": 1}\n{"n": 2}\n')
+    found = look(tmp_path, setting.replace("PLACE", str(tmp_path)))[check]
+
+    assert found.verdict is verdict
+    assert said in found.detail
+
+
 def test_doctor_refuses_roles_that_exceed_machine(tmp_path):
     """Resources are counted as the run counts them."""
     fits = look(tmp_path, "scheduler.roles={trainer: {cpus: 1}}", "scheduler.local.cpus=1")

@@ -131,13 +131,15 @@ def test_evaluation_finds_weights_by_step(tmp_path):
     untouched = sorted(path.relative_to(run) for path in run.rglob("*"))
     found = {}
     for step in ("", "@1", "@2", "@7"):
-        output = tmp_path / f"step{step}"
-        found[step] = run_eval(config, "--model", f"{run}{step}", "--json", "--output", output)
+        output = ("--output", tmp_path / f"step{step}") if step else ()
+        found[step] = run_eval(config, "--model", f"{run}{step}", "--json", *output)
+    # Next to the run that is evaluated, which is not that of the configuration.
+    beside = run.with_name("trial.eval") / "measured-trial-step-2"
     steps = {step: json.loads(result.stdout.splitlines()[-1])["step"] for step, result in found.items() if step != "@7"}
 
     assert {"": 2, "@1": 1, "@2": 2} == steps
-    assert samples(tmp_path / "step") == samples(tmp_path / "step@2")
-    assert samples(tmp_path / "step") != samples(tmp_path / "step@1")
+    assert samples(beside) == samples(tmp_path / "step@2")
+    assert samples(beside) != samples(tmp_path / "step@1")
     assert 1 == found["@7"].exit_code
     assert "it has those of 1, 2" in found["@7"].stderr
     assert not (tmp_path / "step@1" / "weights").exists()

@@ -10,7 +10,9 @@ from attrs import evolve
 
 from areal_actors.config import create_config
 from areal_actors.dashboard import RunDirectory
+from areal_actors.dashboard.run_record import RunRecord, write_record
 from areal_actors.datasets import DatasetConfig
+from areal_actors.domain import RunStatus
 from areal_actors.errors import ConfigError, DatasetError, ModelError, WorkflowError
 from areal_actors.models import resolve_model
 from areal_actors.run.directory import no_checkpoint, prepared_directory
@@ -158,6 +160,7 @@ def test_resumed_run_keeps_settings_of_earlier_steps(tmp_path, caplog):
         changed = evolve(
             configure(), seed=seed, proxy=evolve(configure().proxy, admin_key=f"secret-of-an-admin-{seed}")
         )
+        write_record(directory, RunRecord(status=RunStatus.INTERRUPTED, library_version=f"0.0.{seed}"))
         with prepared_directory(changed, directory, resume=True):
             directory.metrics.touch()
 
@@ -166,6 +169,7 @@ def test_resumed_run_keeps_settings_of_earlier_steps(tmp_path, caplog):
     assert first == kept["config.1.yaml"]
     assert "seed: 8" in kept["config.2.yaml"]
     assert "seed: 8 -> 9" in caplog.text
+    assert "before=0.0.8" in caplog.text
     assert "of-an-admin" not in caplog.text
 
 

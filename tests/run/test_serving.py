@@ -235,10 +235,18 @@ def is_listening(port: int) -> bool:
 def service(run_dir: Path, *more: str) -> Iterator[tuple[Command, dict[str, str]]]:
     """The command line, and the environment that it prints for agents, as a shell would read it."""
     log = run_dir.parent / f"{run_dir.name}.log"
-    variables = {"PYTHONPATH": str(ROOT / "src")}
-    with start_command(*settings(run_dir, *more), log=log, variables=variables) as running:
+    # In the abstract namespace, whose names are short whatever the directory.
+    name = f"areal-{run_dir.parent.name}-{os.getpid()}"
+    variables = {"PYTHONPATH": str(ROOT / "src"), "NOTIFY_SOCKET": f"@{name}"}
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager,
+        start_command(*settings(run_dir, *more), log=log, variables=variables) as running,
+    ):
+        manager.bind(f"\0{name}")
+        manager.settimeout(MAX_SECONDS)
         printed = "".join(line for _, line in zip(range(3), running.stdout, strict=False))
         assert "Listening at" in printed, log.read_text()
+        assert manager.recv(64) == b"READY=1"
         shown = subprocess.run(
             ["sh", "-c", f'{printed.splitlines()[-1]}\necho "$OPENAI_BASE_URL $OPENAI_API_KEY"'],
             check=True,

@@ -141,7 +141,11 @@ def test_run_killed_before_checkpoint_samples_no_group_again(whole_run: tuple[Pa
         process.wait()
     result = run_here(run_dir, *options, "--resume=auto")
 
-    assert result.exit_code == 0, result.output
+    again = run_here(run_dir, *options, "--resume=auto", "total_steps=2")
+
+    assert (0, 0) == (result.exit_code, again.exit_code), result.output
+    assert "already_trained" in again.stderr
+    assert "already_trained" not in result.stderr
     assert [0, 1, 2, 3] == [row["step"] for row in read_metrics(run_dir)]
     assert 0 == read_metrics(run_dir)[2]["sampled_tokens"]
     assert essence(expected)[:3] == essence(run_dir)[:3]

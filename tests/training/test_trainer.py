@@ -197,11 +197,30 @@ def test_loss_that_is_no_number_changes_nothing(make_model, make_agent_group):
         trainer.__init__(model, PLAIN)
     before = {name: p.clone() for name, p in model.named_parameters()}
 
-    with pytest.raises(TrainingDiverged, match="weights were not changed"):
+    with pytest.raises(TrainingDiverged, match=r"weights were not changed\. Lower the learning rate"):
         trainer.train_step([make_agent_group(0)])
 
     assert trainer.version == 0
     assert all(torch.equal(before[n].nan_to_num(7), p.nan_to_num(7)) for n, p in model.named_parameters())
+
+
+def test_rewards_that_overflow_are_named(make_model, make_agent_group):
+    """The learning rate is not the cause, so their range is printed in place of advice about it."""
+    trainer = PolicyTrainer(make_model(), PLAIN)
+    group = make_agent_group(0)
+    episodes = [
+        evolve(
+            episode,
+            reward=(-1) ** member * 1e30,
+            trajectories=tuple(
+                evolve(row, reward=(-1) ** member * 1e30, returns=row.loss_mask * (-1) ** member * 1e30)
+                for row in episode.trajectories
+            ),
+        )
+        for member, episode in enumerate(group.episodes)
+    ]
+    with pytest.raises(TrainingDiverged, match=r"rewards are from -1e\+30 to 1e\+30, .* scale rewards to about 1"):
+        trainer.train_step([evolve(group, episodes=tuple(episodes))])
 
 
 def test_foreign_ids_are_refused(make_model, make_group, make_row):

@@ -134,6 +134,7 @@ def raising(error: BaseException) -> Callable[..., Awaitable[Any]]:
         (NotFound("no such thing"), "raised no such thing"),
         (TimeoutError(), "TimeoutError"),
         (SystemExit(2), "SystemExit"),
+        (GeneratorExit(), "GeneratorExit"),
         (BaseExceptionGroup("of tasks", [SystemExit(3)]), "SystemExit: 3"),
         (ExceptionGroup("several", [KeyError("inner")]), "KeyError: 'inner'"),
         (EpisodeError("as it is"), "^as it is$"),

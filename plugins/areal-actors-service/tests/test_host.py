@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -119,7 +120,11 @@ def test_host_trains_two_users_at_one_url(tmp_path: Path):
     """
     fileroot = tmp_path / "runs"
     failed: dict[str, int] = {}
-    with host(fileroot) as (running, admin):
+    # The file of all services may name a port for the page, where only one could listen.
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        host(fileroot, f"logging.page_port={taken.getsockname()[1]}") as (running, admin),
+    ):
         issued = {user: admin.post("/keys", json={"user": user, "experiment": user}).json() for user in ("ada", "bob")}
 
         async def train_both() -> None:

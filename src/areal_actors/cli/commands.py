@@ -12,6 +12,7 @@ import shlex
 import sys
 from collections.abc import Mapping
 from difflib import get_close_matches
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -293,7 +294,7 @@ def serve(*, config: Path, overrides: tuple[str, ...], resume: str, run_dir: Pat
 @click.option(
     "--output",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Where it is written, instead of <fileroot>/<experiment_name>/<trial_name>.eval/<model>.",
+    help="Where it is written, instead of RUN.eval/<model>, next to the run of --model, or else of CONFIG.",
 )
 @click.option("--resume", is_flag=True, help="Go on with this evaluation; episodes that are over are not run again.")
 @click.option("--json", "is_json", is_flag=True, help="For programs: the results as one line of JSON.")
@@ -419,6 +420,79 @@ def runs(*, paths: tuple[Path, ...], is_json: bool) -> None:
 
     found = describe_runs(paths or (Path("runs"),))
     click.echo("\n".join(map(json.dumps, found)) if is_json else format_runs(found))
+
+
+def _parse_seeds(_: click.Context, __: click.Parameter, text: str | None) -> tuple[int, ...]:
+    words = text.split(",") if text else []
+    if not all(word.strip().isdecimal() for word in words):
+        raise click.BadParameter(f"{text!r} must be whole numbers with commas between them, such as 1,2,3")
+    return tuple(map(int, words))
+
+
+@click.command()
+@config_argument
+@overrides_argument
+@click.option("--seeds", callback=_parse_seeds, metavar="N,N,...", help="A run with each of these seeds.")
+@click.option("--json", "is_json", is_flag=True, help="For programs: the table as one line of JSON.")
+@verbose_option
+@explains_errors
+def sweep(*, config: Path, overrides: tuple[str, ...], seeds: tuple[int, ...], is_json: bool) -> None:
+    """Train with every combination of settings and seeds, one run after the other, and compare the runs.
+
+    KEY=A,B is a setting with two values; KEY=A is one of all runs. Each run is an ordinary one, in
+    <fileroot>/<experiment_name>/<trial_name>-<its values>. The same command goes on with a sweep that has ended early:
+    runs that have finished are not repeated. The exit code is 1 if a run did not finish.
+
+    \b
+    Examples:
+      areal-actors sweep my.yaml --seeds 1,2,3
+      areal-actors sweep my.yaml trainer.optimizer.learning_rate=1e-5,1e-4 total_steps=50 --seeds 1,2,3
+      areal-actors sweep my.yaml 'rollout.openai={turn_discount: 0.9},{turn_discount: 1.0}'
+
+    Ctrl-C finishes the step of the current run, writes a checkpoint and stops.
+    """  # noqa: D301 - a real backspace tells click to keep the lines
+    from areal_actors.run.comparison import compare_runs, format_comparison
+    from areal_actors.run.sweeping import plan_sweep, run_sweep
+
+    planned = plan_sweep(config, overrides, seeds)
+    is_stopped = run_sweep(config, planned, announce=partial(click.echo, err=True))
+    if is_stopped:
+        click.echo("Interrupted. The same command goes on with the sweep.", err=True)
+        sys.exit(EXIT_INTERRUPTED)
+    found = compare_runs([run.directory.path for run in planned if run.directory.metrics.exists()])
+    click.echo(json.dumps(found.to_json()) if is_json else format_comparison(found))
+    if found.unfinished or not all(run.directory.metrics.exists() for run in planned):
+        sys.exit(EXIT_FAILED)
+
+
+@click.command()
+@click.argument("paths", nargs=-1, metavar="[PATH]...", type=click.Path(path_type=Path))
+@click.option("--metric", "metrics", multiple=True, metavar="NAME", help="A metric to show in place of the rewards.")
+@click.option(
+    "--last",
+    "num_last",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Values of each run that are averaged, from its end.",
+)
+@click.option("--json", "is_json", is_flag=True, help="For programs: all metrics as one line of JSON.")
+@verbose_option
+@explains_errors
+def compare(*, paths: tuple[Path, ...], metrics: tuple[str, ...], num_last: int, is_json: bool) -> None:
+    """Compare the runs below each PATH (default: runs): the mean of each metric over the runs with equal settings.
+
+    Runs that differ only in seed and name form a group. The interval of a mean is Student's, 95 %, over its runs.
+
+    \b
+    Examples:
+      areal-actors compare runs/tool_agent
+      areal-actors compare runs/a runs/b --metric eval_reward --metric entropy --last 5
+    """  # noqa: D301 - a real backspace tells click to keep the lines
+    from areal_actors.run.comparison import compare_runs, format_comparison
+
+    found = compare_runs(paths or (Path("runs"),), num_last=num_last)
+    click.echo(json.dumps(found.to_json()) if is_json else format_comparison(found, metrics))
 
 
 @click.command()
@@ -608,7 +682,9 @@ class _Commands(click.Group):
         train,
         serve,
         evaluate,
+        sweep,
         runs,
+        compare,
         view,
         report,
         export,

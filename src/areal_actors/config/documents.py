@@ -94,7 +94,9 @@ def read_document(path: Path) -> Document:
         near = sorted(other.name for other in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
         advice = f"{path.parent} has {', '.join(near[:8])}." if near else "check the path."
         raise ConfigError(f"There is no file {path}; {advice}") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text ({error.reason}, byte {error.start}); save it as UTF-8") from error
+    except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     return parse_yaml(text, source=str(path))
 

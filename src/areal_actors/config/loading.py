@@ -159,10 +159,15 @@ def save_config(config: RunConfig, path: Path) -> None:
 
     The file is written completely or not at all; one that contains a key is readable by its owner only.
     """
-    text = format_yaml(plain(create_converter(path.parent).unstructure(config, RunConfig)))
+    text = format_config(config)
     # A file that only its owner can read stays so.
     is_secret = redact_settings(text) != text or (path.exists() and not path.stat().st_mode & 0o077)
     atomic_write(path, text, mode=0o600 if is_secret else 0o666)
+
+
+def format_config(config: RunConfig) -> str:
+    """Return a configuration as YAML with every setting written out, as ``save_config`` writes it."""
+    return format_yaml(plain(create_converter(Path()).unstructure(config, RunConfig)))
 
 
 def settings_class(path: str = "") -> type:
@@ -250,7 +255,9 @@ def _parse_override(text: str) -> tuple[ConfigPath, Any]:
     try:
         parsed = parse_yaml(value, source="its value")
     except ConfigError as error:
-        raise Mistakes([Mistake(text=f"{text!r}: {problem}") for problem in error.problems]) from error
+        # A shell splits {a: b} at its blanks, and the parts are words of their own.
+        advice = f"; quote it for the shell: '{key}={{...}}'" if value[:1] in ("{", "[") and " " not in value else ""
+        raise Mistakes([Mistake(text=f"{text!r}: {problem}{advice}") for problem in error.problems]) from error
     # Marked, because paths typed on the command line are relative to the working directory, not to the file.
     return _rename(path, _ALIASES), _typed(parsed.data)
 

@@ -41,6 +41,8 @@ _SCALARS: dict[Any, str] = {
     FunctionReference: "a function (file.py:name)",
 }
 _MAX_SHOWN = 60
+_TYPOGRAPHIC = "\u201c\u201d\u2018\u2019"
+"""The quotes of word processors and web pages, which YAML and shells take as letters."""
 
 
 _PLURALS = {
@@ -92,6 +94,10 @@ def show(value: Any) -> str:
 
 def hint(value: Any, kind: Any) -> str:
     """Return advice for values that are nearly right."""
+    if isinstance(value, str) and value.strip(_TYPOGRAPHIC) != value:
+        return "; type plain quotes, or none"
+    if any(_is_a(member, tuple) for member in (get_args(kind) if _is_union(kind) else (kind,))) and value:
+        return f"; write [{show_value(value, limit=_MAX_SHOWN)}]" if isinstance(value, str | int | float) else ""
     if kind is str and not isinstance(value, (str, Mapping, list, NoneType)):
         return "; put quotes around it"
     if kind in (int, float) and isinstance(value, str) and re.fullmatch(r"[-+]?[0-9]+(\.[0-9]+)?", value):
@@ -163,7 +169,10 @@ def create_converter(
 
     def structure_text(value: Any, kind: Any) -> Any:
         base = typed_in or Path.cwd() if isinstance(value, TypedText) else directory
-        return makers[kind](_structure_scalar(value, str, expected=describe_type(kind)), base)
+        checked = _structure_scalar(value, str, expected=describe_type(kind))
+        if checked.strip(_TYPOGRAPHIC) != checked:
+            raise _wrong(value, describe_type(kind))
+        return makers[kind](checked, base)
 
     for kind in makers:
         converter.register_structure_hook(kind, structure_text)
@@ -252,7 +261,7 @@ def _structure_mapping(converter: cattrs.Converter, value: Any, kind: Any) -> di
 
 def _structure_list(converter: cattrs.Converter, value: Any, kind: Any) -> tuple[Any, ...]:
     if not isinstance(value, (list, tuple)):
-        raise _wrong(value, describe_type(kind))
+        raise _wrong(value, describe_type(kind), kind)
     inner = (get_args(kind) or (Any,))[0]
     return tuple(_collect(converter, {index: (item, inner) for index, item in enumerate(value)}).values())
 
@@ -294,7 +303,7 @@ def _structure_union(converter: cattrs.Converter, value: Any, kind: Any) -> Any:
             return converter.structure(value, member)
         except Mistakes:
             continue
-    raise _wrong(value, describe_type(kind))
+    raise _wrong(value, describe_type(kind), kind)
 
 
 def _num_matching(cls: type, keys: Iterable[object]) -> tuple[int, int]:

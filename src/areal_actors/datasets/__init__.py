@@ -12,6 +12,7 @@ from areal_actors.datasets.sources import DatasetPlugin as DatasetPlugin
 from areal_actors.datasets.sources import HubDataset as HubDataset
 from areal_actors.datasets.sources import ProblemsReference as ProblemsReference
 from areal_actors.datasets.sources import Rows as Rows
+from areal_actors.datasets.sources import find_shortage as find_shortage
 from areal_actors.datasets.sources import load_problems as load_problems
 from areal_actors.datasets.sources import read_json_lines as read_json_lines
 from areal_actors.datasets.values import plain_row as plain_row

@@ -19,7 +19,9 @@ import inspect
 import json
 import math
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
 from typing import Any, NewType, NoReturn, Protocol, cast
@@ -140,6 +142,13 @@ def load_problems(
     return Problems(rows[config.start : end], seed=shuffle_seed, is_shuffled=config.is_shuffled)
 
 
+def find_shortage(config: DatasetConfig, problems: Problems) -> str | None:
+    """Return a sentence if ``config`` has loaded fewer problems than its ``size``, or ``None``."""
+    if config.size is None or len(problems) >= config.size:
+        return None
+    return f"{config.source} has {len(problems)} problems from start on, fewer than size {config.size}"
+
+
 def _plain_rows(source: str, rows: Rows) -> Rows:
     return [_made_row(source, number, row) for number, row in enumerate(rows)]
 
@@ -164,15 +173,42 @@ def read_json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                     )
                 except RecursionError:
                     raise DatasetError(f"{path}, line {number} is nested too deep; flatten it.") from None
+                except UnicodeDecodeError as error:
+                    advice = _advise(line) or f"save the file as UTF-8; it has {line[error.start : error.end]!r} here"
+                    raise DatasetError(f"{path}, line {number} is not UTF-8 text: {advice}.") from None
                 except ValueError as error:
-                    raise DatasetError(f"{path}, line {number} is not JSON: {error}.") from None
+                    advice = _advise(line) if number == 1 or b"\0" in line else None
+                    raise DatasetError(f"{path}, line {number} is not JSON: {advice or error}.") from None
                 if not isinstance(row, dict):
                     raise DatasetError(
-                        f"{path}, line {number} is a JSON {type(row).__name__}; each line is one object."
+                        f"{path}, line {number} is a JSON {type(row).__name__}; each line is one object"
+                        f"{f'. {_SPLIT}' if isinstance(row, list) else '.'}"
                     )
                 yield f"{path.name}, line {number}", row
     except OSError as error:
         raise DatasetError(f"{path} cannot be read: {error.strerror or error}.") from error
+
+
+_SPLIT = "jq -c '.[]' FILE writes the elements of an array in this way."
+_OTHER_FORMATS: Sequence[tuple[bytes, str]] = (
+    (rb"\x1f\x8b", "the file is compressed; unpack it with gunzip"),
+    (rb"PK\x03\x04", "the file is a zip archive; unpack it"),
+    (rb"PAR1", "the file is Parquet; convert it with datasets.Dataset.from_parquet(FILE).to_json(OUTPUT)"),
+    (rb"\xff\xfe|\xfe\xff", "the file is UTF-16; save it as UTF-8"),
+    (rb"(?s).*\0", "the line has NUL bytes, as a file has that was cut by a crash; write it again"),
+    (rb"\s*\[\s*$", f"an array over several lines; each line is one object. {_SPLIT[:-1]}"),
+    (rb"\s*\{\s*$", "an object over several lines; each line is one object. jq -c . FILE writes it so"),
+    (
+        rb"[^{\[]*[,;\t]",
+        "it looks like CSV; each line is one object. datasets.Dataset.from_csv(FILE).to_json(OUTPUT) converts it",
+    ),
+)
+"""The beginning of a file, or a line, in another format than JSON Lines, and what to do about it."""
+
+
+def _advise(line: bytes) -> str | None:
+    """Return what to do about a line in another format; ``None`` if it is damaged JSON."""
+    return next((advice for pattern, advice in _OTHER_FORMATS if re.match(pattern, line)), None)
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -273,9 +309,17 @@ def _generate(name: str, config: DatasetConfig) -> Rows:
     Its own score is ``reasoning_gym.get_score_answer_fn(data["metadata"]["source_dataset"])(answer, data)``.
     """
     try:
-        import reasoning_gym
+        with warnings.catch_warnings():
+            # Python warns of escapes in its sources when it compiles them.
+            warnings.simplefilter("ignore", SyntaxWarning)
+            import reasoning_gym
+            from reasoning_gym.factory import DATASETS
     except ImportError:
         raise DatasetError("Generators of reasoning-gym need it; run: pip install 'areal_actors[recipes]'") from None
+    if name not in DATASETS:
+        close = get_close_matches(name, DATASETS, n=1)
+        advice = f"did you mean {close[0]}?" if close else f"it has {len(DATASETS)}, which its gallery shows."
+        raise DatasetError(f"reasoning-gym has no generator {name!r}; {advice}")
     # reasoning-gym seeds problem n of seed s with s + n, so neighbouring seeds would share nearly all problems. The
     # spread seeds are below 2³¹.
     seed = int(np.random.SeedSequence(config.seed).generate_state(1)[0]) >> 1

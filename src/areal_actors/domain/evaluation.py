@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from attrs import asdict, frozen
+from attrs import asdict, evolve, frozen
 
 from areal_actors.domain.rows import Episode, Problem
 
@@ -96,6 +96,34 @@ def estimate_mean(clusters: Sequence[Sequence[float]]) -> Estimate:
     # Without the factor G / (G - 1), the error is too small for few problems.
     error = math.sqrt(squares * num_clusters / (num_clusters - 1)) / num_values
     return Estimate(value=mean, standard_error=error, low=mean - _Z_95 * error, high=mean + _Z_95 * error)
+
+
+def estimate_runs(values: Sequence[float]) -> Estimate:
+    """Return the mean of one value per run. Runs are few, so the interval is Student's."""
+    found = estimate_mean([[value] for value in values])
+    if found.standard_error is None:
+        return found
+    width = student_quantile(len(values) - 1) * found.standard_error
+    return evolve(found, low=found.value - width, high=found.value + width)
+
+
+def student_quantile(freedom: int) -> float:
+    """Return the 97.5 % quantile of Student's distribution with ``freedom`` degrees of freedom, at least 1.
+
+    It bisects the closed forms of Abramowitz and Stegun, 26.7.3 and 26.7.4.
+    """
+    is_odd = freedom % 2
+    low, high = 0.0, math.pi / 2
+    while high - low > 1e-12:  # noqa: PLR2004 - radians
+        angle = (low + high) / 2
+        sine, cosine = math.sin(angle), math.cos(angle)
+        term, total = (cosine, 0.0) if is_odd else (1.0, 0.0)
+        for power in range(1 + is_odd, freedom, 2):
+            total += term
+            term *= cosine**2 * power / (power + 1)
+        inside = (angle + sine * total) * 2 / math.pi if is_odd else sine * total
+        low, high = (angle, high) if inside < 0.95 else (low, angle)  # noqa: PLR2004 - two-sided
+    return math.tan((low + high) / 2) * math.sqrt(freedom)
 
 
 def estimate_pass(clusters: Sequence[Sequence[bool]], k: int) -> Estimate:

@@ -6,7 +6,9 @@ test or an embedding program changes, and that no user could choose well.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from ipaddress import IPv4Address
 from typing import Any, TypeVar
 
 import attrs
@@ -22,6 +24,15 @@ def constant(default: T) -> T:
     """Declare a field that keeps its default in every configuration, and is no setting of a file."""
     value: T = attrs.field(default=default, metadata=_CONSTANT)
     return value
+
+
+def check_host(_: Any, __: attrs.Attribute[str], host: str) -> None:
+    """Validate an address to listen on: a name, or numbers that are an address. Raises ``ValueError``."""
+    try:
+        if re.fullmatch(r"[0-9.]+", host):
+            IPv4Address(host)
+    except ValueError as error:
+        raise ValueError(f"must be a name or an address, such as 127.0.0.1: {error}") from None
 
 
 def is_common(setting: attrs.Attribute[Any]) -> bool:

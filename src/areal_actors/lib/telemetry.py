@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
@@ -179,19 +180,20 @@ def logging_to_stream(stream: TextIO | None = None, *, level: int = logging.INFO
 
 
 @contextmanager
-def logging_to_file(path: Path, *, level: int = logging.INFO) -> Iterator[None]:
+def logging_to_file(path: Path, *, level: int = logging.INFO, max_bytes: int = 64 * 2**20) -> Iterator[None]:
     """Append log records to ``path`` as JSON lines while the block lasts. Raises ``OSError`` if it cannot be opened.
 
-    If the disk is full later, records are lost, without further errors.
+    A file of ``max_bytes`` is renamed to ``<name>.1``, which replaces the one before, so that a service that logs each
+    request fills no disk. If the disk is full later, records are lost, without further errors.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handler = _LossyFile(path, encoding="utf-8")
+    handler = _LossyFile(path, encoding="utf-8", maxBytes=max_bytes, backupCount=1)
     handler.setFormatter(_JsonFormatter())
     with _handling(handler, level):
         yield
 
 
-class _LossyFile(logging.FileHandler):
+class _LossyFile(RotatingFileHandler):
     """A file handler that reports once that it cannot write.
 
     The standard handler would print a traceback for each record, and raise an error when it is closed.

@@ -39,7 +39,7 @@ from areal_actors.domain import (
     is_model_identifier,
 )
 from areal_actors.domain.accounts import is_user_key
-from areal_actors.errors import InvalidRequest, NotFound, Unauthorized
+from areal_actors.errors import ArealError, InvalidRequest, NotFound, Unauthorized
 from areal_actors.kernel import Ref
 from areal_actors.lib.bearer_keys import read_bearer
 from areal_actors.messages import (
@@ -57,7 +57,7 @@ from areal_actors.messages import (
     TokensSampled,
     UseModel,
 )
-from areal_actors.proxy.exchange import Exchange
+from areal_actors.proxy.exchange import Caller, Exchange
 
 AGENT_HEADER = b"x-areal-agent"
 """A header that names the requesting agent of a multi-agent episode."""
@@ -211,6 +211,19 @@ class UserAccess:
         if self.accounts is None or secret is None or not is_user_key(secret):
             return None
         return await self.accounts.ask(IdentifyUser(secret=secret))
+
+    async def name_caller(self, exchange: Exchange) -> Caller:
+        """Return the session that a request's URL or key opens, and its user, for the access log."""
+        try:
+            issued = await self.identify(read_key(exchange.headers))
+            if issued is not None:
+                return Caller(user=issued.user.name)
+            credential = self.authenticator.identify(exchange)
+            owner = await self.sessions.ask(DescribeOwner(credential=credential))
+        except ArealError:
+            # The request itself is refused, or needs no session.
+            return Caller()
+        return Caller(session=owner.session, user=owner.user)
 
     async def authorise(self, credential: Credential) -> Credential:
         """Return the credential with which to serve a request other than a completion.

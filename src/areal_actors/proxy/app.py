@@ -303,7 +303,7 @@ def create_app(
         "metrics": Operation(handle=metrics, methods=READ, is_always_open=True),
         "openapi.json": Operation(handle=document, methods=READ, is_always_open=True),
     }
-    routed = Operations(operations, traffic, meter, has_access_log=config.access_log)
+    routed = Operations(operations, traffic, meter, name_caller=access.name_caller if config.access_log else None)
     return Starlette(routes=[routed], exception_handlers={HTTPException: _answer_unrouted})
 
 

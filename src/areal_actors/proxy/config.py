@@ -7,7 +7,7 @@ from enum import StrEnum
 from attrs import field, frozen
 from attrs.validators import ge, gt, le
 
-from areal_actors.lib.settings import COMMON, constant
+from areal_actors.lib.settings import COMMON, check_host, constant
 from areal_actors.proxy.dialects.blocks import UnsupportedBlocks
 from areal_actors.proxy.dialects.fields import DEFAULT_MAX_TOKENS
 
@@ -32,7 +32,7 @@ class HonourStore:
 class ProxyConfig:
     """Settings of the proxy: its address, who may use it, and its limits."""
 
-    host: str = field(default="127.0.0.1", metadata=COMMON)
+    host: str = field(default="127.0.0.1", validator=check_host, metadata=COMMON)
     """Address to listen on. Any address except loopback needs an ``admin_key``."""
     port: int = field(default=0, validator=[ge(0), le(65535)], metadata=COMMON)
     """Port to listen on; 0 takes any free port."""

@@ -86,14 +86,14 @@ class Operations(BaseRoute):
         traffic: Traffic,
         meter: Meter,
         *,
-        has_access_log: bool = False,
+        name_caller: Callable[[Exchange], Awaitable[Caller]] | None = None,
     ) -> None:
         # A table instead of one regular expression per spelling: the spellings multiply, and every request would try
         # them in turn.
         self._table = table
         self._traffic = traffic
         self._meter = meter
-        self._has_access_log = has_access_log
+        self._name_caller = name_caller
 
     def find(self, path: str) -> tuple[str, str | None] | None:
         """Return the name of the operation at ``path`` and the session before it, or ``None`` if there is no such path.
@@ -171,6 +171,9 @@ class Operations(BaseRoute):
             elif operation.is_always_open:
                 await operation.handle(exchange)
             else:
+                if self._name_caller is not None:
+                    # Before the request, which may end the session.
+                    exchange.caller = await self._name_caller(exchange)
                 await self._traffic.serve(exchange, operation.handle)
         except ClientDisconnected:
             # Nothing was answered, so there is neither a status nor a latency to record.
@@ -185,14 +188,15 @@ class Operations(BaseRoute):
         self._log_access(exchange, "answered")
 
     def _log_access(self, exchange: Exchange, outcome: str) -> None:
-        if self._has_access_log:
+        if self._name_caller is not None:
             _log.info(
                 "http_request",
                 request=exchange.request_id,
                 client=exchange.client,
                 method=exchange.method,
                 operation=exchange.operation,
-                session=exchange.session,
+                session=exchange.caller.session or exchange.session,
+                user=exchange.caller.user,
                 status=exchange.status or None,
                 outcome=outcome,
                 seconds=round(perf_counter() - exchange.started_at, 6),
@@ -219,6 +223,14 @@ class ClientDisconnected(Exception):
     """The client has closed the connection, so an answer can no longer be delivered."""
 
 
+@frozen(kw_only=True)
+class Caller:
+    """The session and the user that a request is made for, as far as they are known."""
+
+    session: str | None = None
+    user: str | None = None
+
+
 class Exchange:
     """A request and its response. ``session`` is the session named in the path, or ``None``."""
 
@@ -236,6 +248,8 @@ class Exchange:
         self.query = dict(parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True))
         """The query's parameters; of repeated ones, the last."""
         self.request_id = f"req_{secrets.token_hex(8)}"
+        self.caller = Caller()
+        """Set for the access log only."""
         self.is_started = False
         """Whether a status has been sent; after that, only the body can report a failure."""
         self.status = 0

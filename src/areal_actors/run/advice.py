@@ -38,6 +38,9 @@ from areal_actors.training.phases import PhaseName
 
 _log = get_logger(__name__)
 
+_DESTRUCTIVE_RATE = 0.1
+"""Weights are about 0.02 in size. The smallest model of the examples learns with 0.01, larger ones with far less."""
+
 
 def compares_members(config: AdvantageConfig) -> bool:
     """Return whether advantages compare an episode with others of its group; in a group of one, they are all zero.
@@ -188,6 +191,11 @@ def doubtful_settings(config: TrainerConfig) -> list[str]:
             "rows are clipped; widen both to 0.1, set dtype float32, or with another surrogate than dppo leave "
             "is_decoupled out."
         )
+    if rate > _DESTRUCTIVE_RATE and config.optimizer.name is not OptimizerName.SGD:
+        found.append(
+            f"optimizer.learning_rate {rate:g} moves each weight by about as much in every update, which destroys the "
+            f"model; usual are 1e-6 to 1e-4, and the default is {full:g}."
+        )
     if config.lora is not None and rate <= full:
         found.append(
             f"optimizer.learning_rate {rate:g} is one for all weights; an adapter learns as fast with about ten times "
@@ -205,13 +213,24 @@ def warn_of_length(config: RunConfig, context_length: int) -> None:
         _log.warning("setting", detail=f"engine.max_length is {wanted:,}, and {limit}.")
 
 
-def warn_of_singletons(config: RunConfig, sizes: Mapping[str, int]) -> None:
-    """Log a warning if groups have one episode, and advantages compare it with others. ``sizes`` are by setting."""
+def find_singletons(config: RunConfig, sizes: Mapping[str, int]) -> list[str]:
+    """Return a sentence for each group of one episode whose advantage compares it with others; ``sizes`` by setting."""
     if PhaseName.RL not in config.phases or not compares_members(config.trainer.advantages):
-        return
-    for setting in (setting for setting, size in sizes.items() if size == 1):
-        _log.warning(
-            "advantages_will_be_zero",
-            reason=f"{setting} is 1, and {config.trainer.advantages.normalisation} compares episodes of one group",
-            hint=f"set trainer.advantages.normalisation to reinforce_plus_plus, or {setting} to 2 or more",
-        )
+        return []
+    return [
+        f"{setting} is 1, and {config.trainer.advantages.normalisation} compares episodes of one group: all advantages "
+        f"are 0. Set it to 2 or more, or trainer.advantages.normalisation to reinforce_plus_plus."
+        for setting, size in sizes.items()
+        if size == 1
+    ]
+
+
+def warn_of_singletons(config: RunConfig, sizes: Mapping[str, int]) -> None:
+    """Log a warning for each sentence of ``find_singletons``."""
+    for sentence in find_singletons(config, sizes):
+        _log.warning("advantages_will_be_zero", detail=sentence)
+
+
+def size_setting(source: str) -> str:
+    """Return the setting that is the size of groups of a source; the only source has no name."""
+    return f"sources.{source}.group_size" if source else "rollout.group_size"

@@ -155,6 +155,19 @@ async def check_teacher(config: RunConfig) -> None:
 
 # ---------------------------------------------------------------------------------------------------- engine
 
+_PROMPT = ChatMessage(role="user", content="Count to three.")
+"""About the shortest conversation that an agent has."""
+
+
+def require_room(renderer: Renderer, max_tokens: int) -> None:
+    """Raise ``ConfigError`` if ``max_tokens`` hold no conversation."""
+    needed = len(renderer.render([_PROMPT])) + 1
+    if needed > max_tokens:
+        raise ConfigError(
+            f"engine.max_length: {max_tokens} tokens for prompt and answer; {_PROMPT.content!r} with its answer takes "
+            f"{needed} at least. Raise it to what your conversations need."
+        )
+
 
 async def check_capture_of(generation: Ref[Generation], *, policy: PolicyTrainer, renderer: Renderer) -> None:
     """Compare the log-probabilities of a few sampled tokens with those that ``policy`` computes from the same weights.
@@ -166,7 +179,8 @@ async def check_capture_of(generation: Ref[Generation], *, policy: PolicyTrainer
     policy.expect_engine(dtype=view.info.dtype)
     if not policy.config.capture.enabled:
         return
-    prompt = renderer.render([ChatMessage(role="user", content="Count to three.")])
+    require_room(renderer, view.info.context_length)
+    prompt = renderer.render([_PROMPT])
 
     async def compare(prompt: Ints, sampled: Completion) -> str | None:
         # A forward pass would block the event loop.

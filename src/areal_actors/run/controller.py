@@ -267,6 +267,9 @@ class RunController:
         # A run may have been killed before its first checkpoint: it resumes with its initial weights and its journal.
         if checkpoint is None and is_first and plan.resume and not (plan.is_service or plan.directory.groups.exists()):
             raise no_checkpoint(plan.directory)
+        if checkpoint is not None and is_first and checkpoint >= plan.config.total_steps:
+            hint = "nothing is left to train; raise total_steps to go on"
+            _log.warning("already_trained", steps=checkpoint, total_steps=plan.config.total_steps, hint=hint)
         begin = partial(self.spec, attempt=self._num_attempts, checkpoint=checkpoint, start=start)
         async with anyio.create_task_group() as tasks:
             for role, placed in plan.placed.items():

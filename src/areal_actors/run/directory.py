@@ -16,11 +16,14 @@ from contextlib import (
 from itertools import count
 from pathlib import Path
 from shutil import rmtree
+from typing import Any
 
 import yaml
 
+from areal_actors import __version__
 from areal_actors.config import RunConfig, save_config
 from areal_actors.dashboard import RunDirectory, require_trackers
+from areal_actors.dashboard.run_record import read_record
 from areal_actors.dashboard.trackers import flatten_settings
 from areal_actors.errors import (
     CheckpointError,
@@ -192,6 +195,8 @@ def _resumed_settings(config: RunConfig, directory: RunDirectory) -> Iterator[No
     """
     if not directory.has_run:
         raise ConfigError(f"There is no run in {directory.path} to resume; leave --resume out, or check --run-dir.")
+    if (record := read_record(directory)) is not None and record.library_version != __version__:
+        _log.warning("resumed_with_another_version", before=record.library_version, now=__version__)
     before = directory.config.read_text(encoding="utf-8") if directory.config.is_file() else None
     begun_at = _written_at(directory.metrics)
     directory.path.mkdir(parents=True, exist_ok=True)
@@ -223,7 +228,7 @@ def _written_at(path: Path) -> int | None:
 def find_changes(before: str, now: str) -> tuple[str, ...]:
     """Return the settings in which two configuration files differ, each as ``name: before -> now``, without secrets."""
     try:
-        old, new = (flatten_settings(yaml.safe_load(redact_settings(text)) or {}) for text in (before, now))
+        old, new = parse_settings(before), parse_settings(now)
     except (yaml.YAMLError, AttributeError):
         # A file that was damaged, or is not a mapping.
         return ("the settings of the steps before cannot be read",)
@@ -232,6 +237,14 @@ def find_changes(before: str, now: str) -> tuple[str, ...]:
         for name in sorted({*old, *new})
         if old.get(name) != new.get(name)
     )
+
+
+def parse_settings(text: str) -> dict[str, Any]:
+    """Return the settings of a configuration file by their dotted names, without secrets.
+
+    Raises ``YAMLError``, or ``AttributeError`` for a file that is not a mapping.
+    """
+    return flatten_settings(yaml.safe_load(redact_settings(text)) or {})
 
 
 _SAMPLING = (

@@ -26,7 +26,7 @@ from attrs import asdict, evolve, frozen
 
 from areal_actors import __version__
 from areal_actors.config import RunConfig
-from areal_actors.datasets import find_overlap
+from areal_actors.datasets import DatasetConfig, Problems, find_overlap, find_shortage
 from areal_actors.domain import Role
 from areal_actors.errors import ArealError, EngineError, SchedulerError
 from areal_actors.generation.servers.config import Backend, ServerConfig
@@ -41,11 +41,11 @@ from areal_actors.lib.process_limits import open_files_limit
 from areal_actors.models import resolve_model, resolve_tokenizer
 from areal_actors.proxy.access import create_admin_key
 from areal_actors.proxy.server import bind
-from areal_actors.run.advice import advise
-from areal_actors.run.checks import try_functions
+from areal_actors.run.advice import advise, find_singletons, size_setting
+from areal_actors.run.checks import require_room, try_functions
 from areal_actors.run.control_plane import controller_address
 from areal_actors.run.directory import require_packages
-from areal_actors.run.job import load_set, load_training_problems, prepare_agents
+from areal_actors.run.job import load_rendering, load_set, load_training_problems, prepare_agents
 from areal_actors.run.memory_prediction import BASE_BYTES, format_size, predict_memory
 from areal_actors.run.supervise import worker_spec
 from areal_actors.sandbox import create_sandbox
@@ -122,8 +122,12 @@ def examine(config: RunConfig, *, has_trial: bool = False) -> Iterator[Finding]:
     With ``has_trial``, a job of each role is submitted to the cluster and awaited: it starts the interpreter of the
     role on a node, writes to the run directory, and reaches the controller.
     """
+    failed: dict[str, str] = {}
     for name, check in _CHECKS.items():
-        yield from _run(name, check(config))
+        for finding in _run(name, check(config)):
+            # Several checks load the model, and fail in the same words if it cannot be read.
+            cause = failed.setdefault(finding.detail, name) if finding.verdict is Verdict.FAILED else name
+            yield finding if cause == name else evolve(finding, verdict=Verdict.SKIPPED, detail=f"see {cause}")
     if config.scheduler.type is SchedulerType.SLURM and config.scheduler.roles.placed:
         yield from _examine_cluster(config, has_trial=has_trial)
 
@@ -153,6 +157,7 @@ def _check_model(config: RunConfig) -> Iterator[Finding]:
     model = resolve_model(config.model, has_tokenizer=config.tokenizer is None)
     if config.tokenizer is not None:
         resolve_tokenizer(config.tokenizer)
+    require_room(load_rendering(config), config.engine.max_length)
     yield Finding(Verdict.OK, f"{config.model} in {model.path}, {format_size(_weight_bytes(config))}")
 
 
@@ -163,6 +168,8 @@ def _check_problems(config: RunConfig) -> Iterator[Finding]:
         return
     places = ", ".join(source.source for source in config.training_sets.values())
     yield Finding(Verdict.OK, f"{sum(map(len, problems.values()))} from {places}")
+    for name, source in config.training_sets.items():
+        yield from _warn_of_shortage(source, problems[name])
     for name, dataset in config.held_out_sets.items():
         held_out = load_set(config, dataset, name=name, is_held_out=True)
         shared = find_overlap(held_out, *problems.values())
@@ -173,6 +180,12 @@ def _check_problems(config: RunConfig) -> Iterator[Finding]:
             f"Give dataset and {setting} different files, ranges or seeds." if shared else "",
             check=f"held-out problems {name}".rstrip(),
         )
+        yield from _warn_of_shortage(dataset, held_out, check=f"held-out problems {name}".rstrip())
+
+
+def _warn_of_shortage(dataset: DatasetConfig, found: Problems, *, check: str = "") -> Iterator[Finding]:
+    if (shortage := find_shortage(dataset, found)) is not None:
+        yield Finding(Verdict.WARNING, shortage, "Lower size, or leave it out.", check=check)
 
 
 def _check_agent(config: RunConfig) -> Iterator[Finding]:
@@ -204,7 +217,8 @@ def _check_functions(config: RunConfig) -> Iterator[Finding]:
 
 
 def _check_settings(config: RunConfig) -> Iterator[Finding]:
-    doubtful = advise(config)
+    sizes = {size_setting(name): agent.group_size for name, agent in config.agents.items()}
+    doubtful = [*advise(config), *find_singletons(config, sizes)]
     yield from (Finding(Verdict.WARNING, sentence) for sentence in doubtful)
     if not doubtful:
         yield Finding(Verdict.OK, "all settings of the trainer have an effect")
@@ -216,8 +230,12 @@ def _check_settings(config: RunConfig) -> Iterator[Finding]:
 def _check_directory(config: RunConfig) -> Iterator[Finding]:
     path = config.run_directory.path
     parent = next(each for each in (path, *path.parents) if each.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        yield Finding(Verdict.FAILED, f"{parent} is not writable", "Set fileroot to a directory of yours.")
+    try:
+        # Permissions do not tell: /proc and read-only mounts have those of any directory.
+        TemporaryDirectory(prefix=".doctor-", dir=parent).cleanup()
+    except OSError as error:
+        detail = f"{parent} cannot be written: {error.strerror}"
+        yield Finding(Verdict.FAILED, detail, "Set fileroot to a directory of yours.")
         return
     # The exported weights, the checkpoints that are kept, and the one that is being written.
     needed = _weight_bytes(config) * (1 + _OPTIMIZER_BYTES_PER_WEIGHT_BYTE * (config.checkpoint.keep + 1))

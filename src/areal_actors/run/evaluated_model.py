@@ -32,6 +32,8 @@ class EvaluatedModel:
     """The run of a checkpoint, whose weights are written to a directory first."""
     step: int | None = None
     """The step of the weights of a run; ``None`` for other models."""
+    trained_in: Path | None = None
+    """The directory of the run whose weights these are; ``None`` for other models."""
     url: str | None = None
     """The URL of a server without ``/v1``."""
     served_name: str | None = field(default=None)
@@ -109,6 +111,8 @@ def find_model(config: RunConfig, text: str | None, *, served_name: str | None =
         return _find_weights(directory, step=int(number) if is_step else None)
     if is_step:
         raise ConfigError(f"--model {text}: there is no run in {directory.path}, so it has no step {number}.")
+    if not directory.path.exists() and (text.count("/") > 1 or text.startswith((".", "/", "~"))):
+        raise ConfigError(f"--model {text}: there is neither a run nor a model in {directory.path}.")
     # A name of a built-in model or of the hub, unless there is such a directory.
     return EvaluatedModel(label=_slug(Path(text).name), name=str(directory.path) if directory.path.is_dir() else text)
 
@@ -135,8 +139,8 @@ def _find_weights(directory: RunDirectory, *, step: int | None) -> EvaluatedMode
     label = _slug(f"{name}-step-{chosen}")
     # transformers can load exported weights as they are.
     if chosen == exported:
-        return EvaluatedModel(label=label, name=str(directory.weights), step=chosen)
-    return EvaluatedModel(label=label, run=directory, step=chosen)
+        return EvaluatedModel(label=label, name=str(directory.weights), step=chosen, trained_in=directory.path)
+    return EvaluatedModel(label=label, run=directory, step=chosen, trained_in=directory.path)
 
 
 def _trained_step(weights: Path) -> int | None:

@@ -112,7 +112,7 @@ def evaluate(
         model: as for ``find_model``; by default the model of ``config``.
         served_name: the name of the model at a URL; by default the only one that its server lists.
         num_samples: episodes per problem; by default ``evaluation.num_samples``.
-        output: the directory, by default ``<fileroot>/<experiment>/<trial>.eval/<model>``.
+        output: the directory, by default ``<run>.eval/<model>`` next to the run of ``model``, or else of ``config``.
         resume: continue the evaluation in the directory. Otherwise an earlier one is moved aside.
         backend: ``asyncio``, as configured, or ``trio``.
 
@@ -134,7 +134,7 @@ def evaluate(
         raise ConfigError(
             "rollout.openai.agents_may_reward: a model at a URL has no routes for rewards; return the reward from run"
         )
-    trial = config.run_directory.path
+    trial = found.trained_in or config.run_directory.path
     path = output.absolute() if output is not None else trial.with_name(f"{trial.name}.eval") / found.label
     directory = RunDirectory(path=path)
 

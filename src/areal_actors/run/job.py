@@ -21,6 +21,7 @@ from areal_actors.datasets import (
     DatasetConfig,
     Problems,
     find_overlap,
+    find_shortage,
     load_problems,
 )
 from areal_actors.domain import ChatMessage, as_ints
@@ -160,6 +161,10 @@ def load_problem_sets(
     """
     problems = (None if is_external else load_training_problems(config)) or None
     held_out = load_held_out(config)
+    for settings, found in ((config.training_sets, problems or {}), (config.held_out_sets, held_out)):
+        for name, one in found.items():
+            if (shortage := find_shortage(settings[name], one)) is not None:
+                _log.warning("dataset", detail=shortage)
     for name, found in held_out.items():
         num_shared = 0 if problems is None else find_overlap(found, *problems.values())
         if num_shared:

@@ -50,7 +50,7 @@ from areal_actors.models import resolve_model, resolve_tokenizer
 from areal_actors.rendering import Renderer
 from areal_actors.rollouts.group_journal import GroupJournal, RestoredQueue, restore_queue
 from areal_actors.rollouts.runner import Agents, Peers, RolloutRunner
-from areal_actors.run.advice import warn_of_length, warn_of_singletons
+from areal_actors.run.advice import size_setting, warn_of_length, warn_of_singletons
 from areal_actors.run.checks import check_capture_of
 from areal_actors.run.directory import sampling_digest
 from areal_actors.run.exporting import load_trained, save_weights
@@ -275,7 +275,7 @@ async def _open_rollout(context: RoleContext) -> AsyncIterator[OpenRole]:
         ActorSystem.open(name=context.name) as system,
     ):
         sizes = {
-            f"sources.{name}.group_size" if name else "rollout.group_size": config.agents[name].group_size
+            size_setting(name): config.agents[name].group_size
             for name in problems or ()
             # A workflow may make several episodes of each member, and a grouped one has its own size.
             if not isinstance(agents[name if name in agents else ""], RolloutWorkflow)

@@ -7,6 +7,7 @@ names held-out problems and an agent, that agent is run for evaluation only.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -22,6 +23,7 @@ from areal_actors.errors import ConfigError
 from areal_actors.lib import loops
 from areal_actors.lib.atomic_write import atomic_write
 from areal_actors.lib.notebooks import require_no_event_loop
+from areal_actors.lib.service_manager import open_service_manager
 from areal_actors.messages import Endpoint
 from areal_actors.proxy.server import check_access
 from areal_actors.run.checks import require_config
@@ -101,6 +103,7 @@ class Server:
             await to_thread.run_sync(partial(atomic_write, directory.admin_key, key, mode=0o600))
             if announce is not None:
                 announce(endpoint, directory)
+            notify("READY=1")
 
         plan = RunPlan(
             config=config,
@@ -111,7 +114,10 @@ class Server:
             announce=tell,
             is_handling_signals=is_handling_signals,
         )
-        return await run_in_directory(plan, opening)
+        # A program that embeds the service has its own service manager, if any.
+        manager = open_service_manager(os.environ if is_handling_signals else {})
+        async with manager as notify:
+            return await run_in_directory(plan, opening)
 
 
 def describe_service(endpoint: Endpoint, directory: RunDirectory) -> str:

@@ -99,7 +99,7 @@ class Optimizer:
         if not torch.isfinite(norm):
             raise TrainingDiverged(
                 f"The gradient of update {self.num_updates + 1} has the norm {float(norm)}; the weights were not "
-                "changed. Lower the learning rate, or resume from a checkpoint before the rewards or ratios went wrong."
+                "changed."
             )
         if norm == 0:
             return 0.0

@@ -248,7 +248,7 @@ class PolicyTrainer(TrainedPolicy):
         if not np.isfinite(found.loss):
             self._optimizer.zero_grad()
             raise TrainingDiverged(
-                f"The loss of step {self.version + 1} is {found.loss}; the weights were not changed."
+                f"The loss of step {self.version + 1} is {found.loss}; the weights were not changed. {_advise(batch)}"
             )
         for pack, scores in zip(packs, found.scores, strict=True):
             for index, (logprobs, raw_logprobs) in split_by_row(batch.rows, pack.rows, scores):
@@ -262,11 +262,15 @@ class PolicyTrainer(TrainedPolicy):
         except CaptureViolation:
             self._optimizer.zero_grad()
             raise
+        try:
+            grad_norm = self._optimizer.step()
+        except TrainingDiverged as error:
+            raise TrainingDiverged(f"{error} {_advise(batch)}") from None
         return UpdateStatistics(
             loss=found.loss,
             sums=found.sums,
             num_outside=found.num_outside,
-            grad_norm=self._optimizer.step(),
+            grad_norm=grad_norm,
             num_skipped_rows=len(batch.rows) - len(chosen),
             num_packed_tokens=sum(pack.num_tokens for pack in packs),
         )
@@ -343,6 +347,22 @@ class PolicyTrainer(TrainedPolicy):
     @property
     def _passes(self) -> Passes:
         return Passes(gang=self.gang, dtype=self._dtype, progress=self.progress)
+
+
+_LARGE = 1e6
+"""A reward or an advantage with which float32 gradients may overflow; useful ones are near 1."""
+
+
+def _advise(batch: Batch) -> str:
+    """Return what to do about a loss or a gradient that is not finite."""
+    rewards = [row.trajectory.reward for row in batch.rows]
+    largest = max((float(np.abs(row.advantages).max(initial=0.0)) for row in batch.rows), default=0.0)
+    if max(*map(abs, rewards), largest) < _LARGE:
+        return "Lower the learning rate, or resume from a checkpoint before the rewards or ratios went wrong."
+    return (
+        f"Its rewards are from {min(rewards):.3g} to {max(rewards):.3g}, and its advantages up to {largest:.3g}: scale "
+        "rewards to about 1."
+    )
 
 
 def _total_reward(groups: Sequence[Group]) -> float:

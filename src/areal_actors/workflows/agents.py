@@ -104,9 +104,10 @@ def is_failure(error: BaseException) -> bool:
     """
     if isinstance(error, BaseExceptionGroup):
         return all(map(is_failure, error.exceptions))
-    # A class of the agent's own below BaseException fails the episode, too. GeneratorExit closes a coroutine.
+    # A class of the agent's own below BaseException fails the episode, too. So does GeneratorExit: a coroutine that is
+    # closed may end in any way but another await.
     is_cancellation = isinstance(error, asyncio.CancelledError) or type(error).__module__.startswith("trio")
-    return not is_cancellation and not isinstance(error, GeneratorExit | KeyboardInterrupt)
+    return not is_cancellation and not isinstance(error, KeyboardInterrupt)
 
 
 def failure_of(name: str, error: BaseException) -> EpisodeError:

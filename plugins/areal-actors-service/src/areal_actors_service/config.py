@@ -8,7 +8,7 @@ from attrs import evolve, field, frozen
 from attrs.validators import ge, gt, le
 
 from areal_actors.config import RunConfig
-from areal_actors.lib.settings import constant
+from areal_actors.lib.settings import check_host, constant
 from areal_actors_service.launcher import LauncherConfig
 
 
@@ -26,7 +26,7 @@ class UsersConfig:
 class HostConfig:
     """The address of a host (areal-actors host), and how many services it runs for the trials of its users."""
 
-    host: str = "127.0.0.1"
+    host: str = field(default="127.0.0.1", validator=check_host)
     """Address to listen on."""
     port: int = field(default=8080, validator=[ge(0), le(65535)])
     """0 takes any free port."""

@@ -22,6 +22,7 @@ from areal_actors.kernel import ActorSystem, Ref
 from areal_actors.kernel.remote.sockets import is_loopback
 from areal_actors.lib import loops
 from areal_actors.lib.atomic_write import atomic_path, atomic_write
+from areal_actors.lib.service_manager import open_service_manager
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.messages import Accounts, DescribeEndpoint, Endpoint, IdentifyUser, ListKeys
 from areal_actors.proxy.access import Authenticator, create_admin_key
@@ -57,13 +58,14 @@ def run_host(config: RunConfig, *, announce: Callable[[str], object]) -> None:
 
 async def _run(config: RunConfig, announce: Callable[[str], object]) -> None:
     stopping = anyio.Event()
-    async with anyio.create_task_group() as tasks:
+    async with open_service_manager() as notify, anyio.create_task_group() as tasks:
         with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
             tasks.start_soon(_listen, signals, stopping)
             async with open_host(config) as host:
                 announce(f"Listening at {host.endpoint.url}; the admin key is in {host.key_file}.")
                 if host.page_url is not None:
                     announce(f"Watch its trials at {host.page_url}")
+                notify("READY=1")
                 await stopping.wait()
             tasks.cancel_scope.cancel()
 
@@ -181,7 +183,9 @@ def _prepare(config: RunConfig, key_file: Path, settings: Path) -> str:
     # Clients reach services through the host only, and the services share its users.
     proxy = evolve(config.proxy, host="127.0.0.1", port=0, public_host=None, admin_key=None, open_sessions=False)
     sections = {"users": users_of(config), "host": evolve(host_of(config), admin_key=None)}
-    shared = evolve(config, proxy=proxy, plugins={**config.plugins, **sections})
+    # The page of all trials is the host's; a port of their own would be in use for the second service.
+    logging = evolve(config.logging, page_port=0)
+    shared = evolve(config, proxy=proxy, logging=logging, plugins={**config.plugins, **sections})
     with atomic_path(settings, mode=0o600) as partial:
         save_config(shared, partial)
     return key

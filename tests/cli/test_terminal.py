@@ -69,3 +69,34 @@ def test_serve_shows_address_sessions_and_groups(tmp_path: Path):
     assert "1 of 2 steps in" in text, text
     assert re.search(r"^  areal-actors serve .* --resume$", text.replace("\n", ""), re.MULTILINE) or "--resume" in text
     assert not re.search(r'^\{"', text, re.MULTILINE)
+
+
+HANGING = """\
+import anyio
+
+class Agent:
+    async def run(self, data, **extra_kwargs):
+        if data["hangs"]:
+            await anyio.sleep_forever()
+        raise ValueError(f"seen {data}")
+"""
+
+
+def test_try_prints_groups_as_they_end_and_what_there_is_after_ctrl_c(tmp_path: Path):
+    """A person who does not want to wait loses nothing."""
+    (tmp_path / "agent.py").write_text(HANGING)
+    (tmp_path / "problems.jsonl").write_text('{"hangs": false}\n{"hangs": true}\n')
+    (tmp_path / "job.yaml").write_text(
+        "experiment_name: hanging\nmodel: tiny\ntotal_steps: 1\ndataset: {jsonl: problems.jsonl}\n"
+        'rollout: {workflow: "agent.py:Agent", group_size: 2}\nengine: {max_length: 128}\n'
+    )
+    with Terminal("try", str(tmp_path / "job.yaml")) as terminal:
+        terminal.wait_for("problem 0: none   2 failed")
+        terminal.type("\x03")
+        assert terminal.wait() == 130
+        text = terminal.text
+
+    assert "=== failed 2 times: Agent.run raised ValueError: seen {'hangs': False}" in text
+    assert 'agent.py", line 7, in run' in text
+    assert "Interrupted: the rest was not run." in text
+    assert "2 of 2 episodes failed" in text

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from anyio import to_thread
-from attrs import frozen
+from attrs import evolve, frozen
 
 from areal_actors.config import AgentMode, RunConfig
 from areal_actors.dashboard import RunDirectory
@@ -197,6 +197,7 @@ async def _try(
     collector: _EpisodeCollector,
 ) -> None:
     """Run the episodes; ``collector`` has them in whatever way this ends."""
+    config = evolve(config, rollout=evolve(config.rollout, is_trial=True))
     chosen: dict[str, Problems] = {}
     for name, source in config.training_sets.items():
         everything = await to_thread.run_sync(partial(load_set, config, source, name=name))
@@ -295,7 +296,10 @@ def _find_untrained(episodes: Sequence[Episode]) -> Iterator[str]:
         )
     num_greedy = sum(info.sampling is not None and info.sampling.temperature == 0 for info in turns)
     if num_greedy:
-        yield f"{num_greedy} of {len(turns)} answers were sampled at temperature 0, and such tokens are not trained."
+        yield (
+            f"{num_greedy} of {len(turns)} answers were sampled at temperature 0, and such tokens are not trained: "
+            "give requests a temperature, or set rollout.sampling.temperature: override."
+        )
     if (untrained := describe_untrained(episodes)) is not None:
         yield untrained
 

@@ -189,6 +189,7 @@ class IntakeKeeper(Actor[Intake]):
                         max_live=message.max_live,
                         is_durable=True,
                         roles=message.roles,
+                        is_trained=True,
                     )
                 )
             except BaseException:

@@ -23,7 +23,7 @@ class Careless:
 CONFIG = """\
 experiment_name: careless
 model: tiny
-total_steps: 2
+total_steps: 3
 batch_size: 2
 dataset: {jsonl: problems.jsonl}
 rollout: {workflow: "careless.py:Careless", group_size: 4}
@@ -35,7 +35,10 @@ logging: {display: plain}
 def train(where: Path) -> subprocess.CompletedProcess[str]:
     """The ended command, whose job and run are in ``where``."""
     log = where / "log"
-    with start_command("train", str(where / "job.yaml"), "--run-dir", str(where / "run"), log=log) as process:
+    words = ("train", str(where / "job.yaml"), "--run-dir", str(where / "run"))
+    # The network of a company, whose proxy the agent's client must not use.
+    company = dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"), "http://127.0.0.1:9")
+    with start_command(*words, log=log, variables=company) as process:
         output, _ = process.communicate(timeout=120)
     return subprocess.CompletedProcess("train", process.wait(), output, log.read_text())
 
@@ -60,7 +63,7 @@ def test_train_prints_the_verdict_and_agent_failures(tmp_path: Path):
     assert lines
     assert all("line 9, in run" in json.loads(line)["traceback"] for line in lines)
     summary = json.loads(done.stdout.splitlines()[-1])
-    assert "4 of 4 groups had equal rewards in the last 2 steps: nothing to learn" in summary["verdict"]
+    assert "6 of 6 groups had equal rewards in the last 3 steps: nothing to learn" in summary["verdict"]
     assert f"This run did not learn: {summary['verdict']}" in done.stderr
     assert summary["verdict"] in (tmp_path / "run" / "report.html").read_text()
 

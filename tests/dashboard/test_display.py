@@ -58,13 +58,13 @@ def test_plain_display_prints_a_line_per_step(heard):
         display.on_event(item)
     display.close()
 
-    step = "loss -0.0100  kl 0.0020  entropy 1.500  staleness 0.5  max 1  900 tokens/s"
+    step = "loss -0.01  kl 0.002  entropy 1.500  staleness 0.5  max 1  900 tokens/s"
     assert stream.getvalue().splitlines() == [
         "tool_agent: 10 steps",
         "evaluating: version 0",
         "evaluation of version 0: 0.125 (8 episodes, 1 failed, 4 s)",
         "episode failed (1 so far): ToolAgent.run raised KeyError('[a]')",
-        f"step 1/10  reward 0.200  {step}  50 s  left -",
+        f"step 1/10  reward 0.200  {step}  50 s",
         f"step 2/10  reward 0.400  {step}  1:00  left 1:20",
         f"step 3/10  reward 0.600  {step}  1:10  left 1:10",
     ]

@@ -193,10 +193,10 @@ def test_gauges_have_the_causes_of_the_verdict(tmp_path):
     step = {"step": 1, "reward": 0.0, "groups": 4, "zero_variance_groups": 4, "episodes": 16, "failed_episodes": 0}
     assert read_gauges(directory)["not_learning"] == dict.fromkeys(CAUSES, 0.0)
 
-    directory.metrics.write_text(json.dumps(step) + "\n")
+    directory.metrics.write_text("".join(json.dumps(step | {"step": number}) + "\n" for number in (1, 2, 3)))
     stuck = read_gauges(directory)["not_learning"]
     with directory.metrics.open("a") as file:
-        for number in range(2, 5):
+        for number in range(4, 9):
             rising = step | {"step": number, "reward": number / 4, "zero_variance_groups": 0}
             file.write(json.dumps(rising) + "\n")
     learning = read_gauges(directory)["not_learning"]

@@ -62,6 +62,14 @@ def test_doctor_reports_all_problems_at_once(tmp_path):
     assert found["packages"]["verdict"] == found["journal"]["verdict"] == "ok"
 
 
+def test_doctor_names_proxy_of_environment(tmp_path, monkeypatch):
+    """Agents' requests to the run do not go there, which is not obvious in the network of a company."""
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    found = look(tmp_path, "model=absent")["HTTP proxy"]
+
+    assert (found.verdict, "HTTP_PROXY" in found.detail, "127.0.0.1 do not" in found.detail) == (Verdict.OK, True, True)
+
+
 def test_doctor_names_install_line_of_missing_tracker(tmp_path, monkeypatch):
     """A run is refused before its directory is created."""
     absent = evolve(TRACKERS["wandb"], package="absent_tracker")

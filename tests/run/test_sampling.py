@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -14,9 +16,11 @@ from areal_actors.client import create_http_client, format_episode, parse_episod
 from areal_actors.domain import Episode, Group, GroupId, Problem
 from areal_actors.generation.torch import TorchEngine
 from areal_actors.generation.torch.config import TorchEngineConfig
+from areal_actors.messages import ExportSession, OpenSession
 from areal_actors.models import load_policy, resolve_model
 from areal_actors.rendering import load_renderer
 from areal_actors.run.inference import Inference, InferenceConfig, open_actors
+from areal_actors.sessions.manager import SessionsConfig, TemperatureRule
 from areal_actors.training.config import TrainerConfig
 from areal_actors.training.trainer import PolicyTrainer
 
@@ -110,3 +114,47 @@ async def test_low_temperature_is_trained_on_policy(layout: str) -> None:
     assert statistics.behaviour_gap_mean < 1e-3
     assert abs(statistics.approximate_kl) < 1e-3
     assert statistics.data.temperature_mean == pytest.approx(0.3)
+
+
+MESSAGES = [{"role": "user", "content": "say"}]
+DIALECTS = {
+    "chat/completions": {"messages": MESSAGES, "max_tokens": 4},
+    "completions": {"prompt": "say", "max_tokens": 4},
+    "messages": {"messages": MESSAGES, "max_tokens": 4},
+    "responses": {"input": "say", "max_output_tokens": 16},
+}
+
+
+RULES = {
+    # the rule: whether the session is trained, the temperature of its request, and the one that is sampled at
+    TemperatureRule.AS_REQUESTED: [(True, 0.0, 0.0), (True, 0.9, 0.9)],
+    TemperatureRule.OVERRIDE: [(True, 0.0, 0.7), (True, 0.9, 0.7), (False, 0.0, 0.0)],
+    TemperatureRule.MINIMUM: [(True, 0.0, 0.7), (True, 0.9, 0.9), (False, 0.0, 0.0)],
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+async def test_temperature_of_requests_follows_the_rule_in_training(rule: TemperatureRule) -> None:
+    """In every dialect: it is sampled, recorded, recomputed by the trainer and echoed. Evaluations keep their own."""
+    files = await to_thread.run_sync(resolve_model, "tiny")
+    renderer = await to_thread.run_sync(load_renderer, files.path)
+    policy = PolicyTrainer(load_policy(files.path), TrainerConfig(dtype="float32"))
+    config = InferenceConfig(sessions=SessionsConfig(temperature_bounds=rule.bounds(0.7)))
+    async with (
+        TorchEngine.open(TorchEngineConfig(dtype="float32"), model=policy.model, decode=renderer.decode) as engine,
+        open_actors(config, engine=engine, renderer=renderer) as inference,
+        create_http_client() as client,
+    ):
+        for (is_trained, asked, sampled), route, is_stream in product(RULES[rule], DIALECTS, (False, True)):
+            opened = await inference.sessions.ask(OpenSession(task="t", is_trained=is_trained))
+            body = {"model": "policy", "temperature": asked, "stream": is_stream, **DIALECTS[route]}
+            url = f"{inference.endpoint.session_base_url(opened.session)}/{route}"
+            answered = await client.post(url, json=body, headers={"authorization": f"Bearer {opened.api_key}"})
+            answered.raise_for_status()
+            rows = (await inference.exports.ask(ExportSession(session=opened.session, member=0))).trajectories
+
+            assert [info.sampling.temperature for row in rows for info in row.turn_infos] == [sampled]
+            if sampled:
+                np.testing.assert_allclose(policy.logprobs(rows)[0], rows[0].logprobs, atol=1e-4)
+            echoed = {float(value) for value in re.findall(r'"temperature":\s*([0-9.]+)', answered.text)}
+            assert echoed == ({sampled} if route == "responses" else set())

@@ -13,6 +13,7 @@ from areal_actors.messages import (
     EndSession,
     EpisodeFinished,
     SessionArchived,
+    SessionsCounted,
     SetReward,
     SettleTaken,
     TakenSession,
@@ -34,7 +35,10 @@ async def test_finalized_session_is_delivered_at_once():
         await anyio.wait_all_tasks_blocked()
 
         assert (0.5, 1, None) == (episode.reward, len(episode.trajectories), episode.failure)
-        assert [EpisodeFinished, SessionArchived] == [type(news) for news in service.notebook.news]
+        counts = [news.num_live for news in service.notebook.news if isinstance(news, SessionsCounted)]
+        others = [type(news) for news in service.notebook.news if not isinstance(news, SessionsCounted)]
+        assert [1, 0] == counts
+        assert [EpisodeFinished, SessionArchived] == others
         assert (0, 1) == await service.counts()
         assert 0 == await service.num_sessions()
 

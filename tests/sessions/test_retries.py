@@ -43,7 +43,10 @@ async def test_retry_of_an_answered_request_repeats_the_answer(first_way: str, w
             start, *deltas = said
             assert (
                 AnswerStarted(
-                    interaction=answer.interaction, num_prompt_tokens=answer.usage.prompt_tokens, choice=choice
+                    interaction=answer.interaction,
+                    num_prompt_tokens=answer.usage.prompt_tokens,
+                    choice=choice,
+                    temperature=1.0,
                 )
                 == start
             )

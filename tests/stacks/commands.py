@@ -19,10 +19,10 @@ from typing import IO, Self
 from attrs import define
 from tools.chaos.processes import ForkedProcess
 
-__all__ = ["Command", "start_command"]
+__all__ = ["COPIES", "Command", "start_command", "start_server"]
 
-_COPIES = multiprocessing.get_context("forkserver")
-_COPIES.set_forkserver_preload(
+COPIES = multiprocessing.get_context("forkserver")
+COPIES.set_forkserver_preload(
     [
         "areal_actors.cli.commands",
         "areal_actors.run.training",
@@ -59,10 +59,10 @@ class Command(ForkedProcess):
 
 def start_command(*arguments: str, log: Path, variables: Mapping[str, str] | None = None) -> Command:
     """Start ``areal-actors`` with this environment and ``variables``; ``log`` gets its standard error."""
-    _start_server()
-    reader, writer = _COPIES.Pipe(duplex=False)
+    start_server()
+    reader, writer = COPIES.Pipe(duplex=False)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **(variables or {})}
-    process = _COPIES.Process(target=_run, args=(arguments, writer, log, environment))
+    process = COPIES.Process(target=_run, args=(arguments, writer, log, environment))
     process.start()
     writer.close()
     stdout = os.fdopen(os.dup(reader.fileno()), encoding="utf-8")
@@ -70,7 +70,7 @@ def start_command(*arguments: str, log: Path, variables: Mapping[str, str] | Non
     return Command(process, stdout)
 
 
-def _start_server() -> None:
+def start_server() -> None:
     """Start the process that is copied, unless it runs. OpenMP reads the number of threads while it is loaded."""
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"

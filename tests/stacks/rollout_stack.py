@@ -13,7 +13,7 @@ from tests.stacks.inference_stack import InferenceStack, open_inference_stack, s
 
 from areal_actors.datasets import Problems
 from areal_actors.domain import Answer, Problem, SessionId
-from areal_actors.kernel import Actor, Ref
+from areal_actors.kernel import Actor, Message, Ref
 from areal_actors.messages import (
     Directory,
     Endpoint,
@@ -26,7 +26,9 @@ from areal_actors.messages import (
     RowsTrained,
     RunEnded,
     RunProblem,
+    ServiceOpened,
     SessionArchived,
+    SessionsCounted,
     StepFinished,
 )
 from areal_actors.rollouts.runner import Peers, RolloutRunner, RolloutsConfig
@@ -40,37 +42,22 @@ class Notebook(Actor[Progress]):
     def __init__(self) -> None:
         self.news: list[Any] = []
 
-    @PhaseChanged.handler
-    async def phase(self, message: PhaseChanged) -> None:
+    async def write(self, message: Message[Progress, None]) -> None:
         self.news.append(message)
 
-    @RunEnded.handler
-    async def end(self, message: RunEnded) -> None:
-        self.news.append(message)
-
-    @EpisodeFinished.handler
-    async def episode(self, message: EpisodeFinished) -> None:
-        self.news.append(message)
-
-    @SessionArchived.handler
-    async def archive(self, message: SessionArchived) -> None:
-        self.news.append(message)
-
-    @GroupsTrained.handler
-    async def groups(self, message: GroupsTrained) -> None:
-        self.news.append(message)
-
-    @RowsTrained.handler
-    async def rows(self, message: RowsTrained) -> None:
-        self.news.append(message)
-
-    @StepFinished.handler
-    async def step(self, message: StepFinished) -> None:
-        self.news.append(message)
-
-    @EvaluationFinished.handler
-    async def evaluation(self, message: EvaluationFinished) -> None:
-        self.news.append(message)
+    for _news in (
+        PhaseChanged,
+        ServiceOpened,
+        SessionsCounted,
+        EpisodeFinished,
+        SessionArchived,
+        GroupsTrained,
+        RowsTrained,
+        StepFinished,
+        RunEnded,
+        EvaluationFinished,
+    ):
+        _news.handler(write)
 
 
 @frozen

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import sys
 from collections.abc import Awaitable, Callable
 from decimal import Decimal
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 
 from areal_actors.domain import InteractionId
 from areal_actors.errors import EpisodeError, NotFound
-from areal_actors.workflows import Agent, Injected, Reward, parse_result, run_agent
+from areal_actors.workflows import Agent, Injected, Reward, direct_connections, parse_result, run_agent
 from areal_actors.workflows.agents import describe_error
 
 NUMBERS = [
@@ -192,3 +193,46 @@ async def test_cancelling_the_caller_cancels_the_agent():
 def test_injected_key_is_hidden_in_repr():
     """Injected arguments are printed in logs and tracebacks."""
     assert "secret" not in repr(Injected(base_url="u", api_key="secret", http_client=None))
+
+
+@pytest.fixture
+def unproxied(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """An environment without proxies."""
+    for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
+    return monkeypatch
+
+
+OURS = "localhost,127.0.0.1,::1"
+
+
+@pytest.mark.parametrize(
+    ("before", "hosts", "within"),
+    [
+        ({}, ("10.0.0.1",), {}),
+        ({"NO_PROXY": "a.org"}, (), {"NO_PROXY": "a.org"}),
+        ({"HTTP_PROXY": "http://p:1"}, (), {"NO_PROXY": OURS, "no_proxy": OURS}),
+        ({"all_proxy": "http://p:1"}, ("http://node-7:80/v1",), {"no_proxy": f"{OURS},node-7"}),
+        (
+            {"https_proxy": "http://p:1", "no_proxy": "a.org,::1"},
+            ("10.0.0.1",),
+            {"NO_PROXY": f"a.org,::1,{OURS[:-4]},10.0.0.1"},
+        ),
+        ({"HTTP_PROXY": ""}, (), {}),
+    ],
+)
+def test_direct_connections_bypass_a_proxy(
+    unproxied: pytest.MonkeyPatch, before: dict[str, str], hosts: tuple[str, ...], within: dict[str, str]
+):
+    """Only where one is set; afterwards the environment is as it was, when the last of several blocks has ended."""
+    for name, value in before.items():
+        unproxied.setenv(name, value)
+    one, two = direct_connections(*hosts), direct_connections()
+    one.__enter__()
+    two.__enter__()
+    assert within.items() <= os.environ.items()
+    one.__exit__(None, None, None)
+    assert bool(within) == ("::1" in os.environ.get("no_proxy", "") or before == {"NO_PROXY": "a.org"})
+    two.__exit__(None, None, None)
+
+    assert before == {name: os.environ[name] for name in os.environ if name.lower().endswith("_proxy")}

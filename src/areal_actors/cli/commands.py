@@ -27,11 +27,13 @@ from areal_actors.cli.explaining import (
     ResumeMode,
     config_argument,
     explains_errors,
+    json_option,
     overrides_argument,
     resume_option,
     run_dir_option,
     verbose_option,
 )
+from areal_actors.cli.summaries import format_summary, print_summary, shorten
 from areal_actors.errors import ConfigError, RunDirectoryError
 from areal_actors.lib.plugins import PluginGroup, install_advice, load_plugin, plugin_names
 from areal_actors.lib.process_limits import relax_gc
@@ -214,13 +216,14 @@ def _say_loading(config: RunConfig, purpose: str, *, model: str | None = None) -
 @overrides_argument
 @resume_option
 @run_dir_option
+@json_option
 @verbose_option
 @explains_errors
-def train(*, config: Path, overrides: tuple[str, ...], resume: str, run_dir: Path | None) -> None:
+def train(*, config: Path, overrides: tuple[str, ...], resume: str, run_dir: Path | None, is_json: bool) -> None:
     """Train as the YAML file CONFIG says, with settings changed by KEY=VALUE.
 
     Values are YAML. Every mistake in the file and in the overrides is reported at once. Progress goes to standard
-    error; the last line of standard output is one JSON object that summarises the run.
+    error; in a pipe, the last line of standard output is one JSON object that summarises the run.
 
     \b
     Examples:
@@ -240,7 +243,8 @@ def train(*, config: Path, overrides: tuple[str, ...], resume: str, run_dir: Pat
 
     raise_open_files_limit()
     summary = run_training(loaded, resume=_is_resumed(resume, loaded, run_dir), run_dir=run_dir)
-    click.echo(json.dumps(summary.to_json()))
+    text = format_summary(summary, loaded, command="train", path=config, overrides=overrides)
+    print_summary(summary.to_json(), text, is_json=is_json)
 
 
 @click.command(cls=ResumableCommand)
@@ -248,14 +252,15 @@ def train(*, config: Path, overrides: tuple[str, ...], resume: str, run_dir: Pat
 @overrides_argument
 @resume_option
 @run_dir_option
-@click.option("--json", "is_json", is_flag=True, help="Say where it listens as one line of JSON, for programs.")
+@click.option("--json", "is_json", is_flag=True, help="For programs: where it listens and its summary as JSON.")
 @verbose_option
 @explains_errors
 def serve(*, config: Path, overrides: tuple[str, ...], resume: str, run_dir: Path | None, is_json: bool) -> None:
     """Train on sessions of external agents, as the YAML file CONFIG says.
 
-    Standard output shows the URL for agents, with a line to copy; its last line is one JSON object that summarises the
-    run. The dataset of CONFIG is not used: agents have their own problems, and send the reward of an answer over HTTP.
+    The URL for agents is shown with a line to copy. In a pipe, the last line of standard output is one JSON object that
+    summarises the run. The dataset of CONFIG is not used: agents have their own problems, and send the reward of an
+    answer over HTTP.
 
     \b
     Examples:
@@ -267,7 +272,10 @@ def serve(*, config: Path, overrides: tuple[str, ...], resume: str, run_dir: Pat
     Ctrl-C finishes the step, writes a checkpoint and stops; a second one stops at once. In both cases --resume
     continues from the last checkpoint.
     """  # noqa: D301 - a real backspace tells click to keep the lines
+    from attrs import evolve
+
     from areal_actors.config import load_config
+    from areal_actors.dashboard import DisplayStyle
 
     loaded, admin_key = load_config(config, overrides), read_admin_key(os.environ)
     _say_loading(loaded, "serve")
@@ -276,13 +284,20 @@ def serve(*, config: Path, overrides: tuple[str, ...], resume: str, run_dir: Pat
     from areal_actors.run.serving import serve as run_service
 
     raise_open_files_limit()
+    if is_json and loaded.logging.display is DisplayStyle.AUTO and sys.stdout.isatty():
+        # A panel would overwrite the line that a program waits for.
+        loaded = evolve(loaded, logging=evolve(loaded.logging, display=DisplayStyle.PLAIN))
+    is_shown = loaded.logging.display.resolve(sys.stderr) is DisplayStyle.RICH and sys.stdout.isatty()
 
     def announce(endpoint: Endpoint, directory: RunDirectory) -> None:
-        click.echo((format_service if is_json else describe_service)(endpoint, directory))
+        # The panel shows it, and would overwrite what another one prints to its terminal.
+        if not is_shown:
+            click.echo((format_service if is_json else describe_service)(endpoint, directory))
 
     is_resumed = _is_resumed(resume, loaded, run_dir, is_service=True)
     summary = run_service(loaded, resume=is_resumed, run_dir=run_dir, announce=announce, admin_key=admin_key)
-    click.echo(json.dumps(summary.to_json()))
+    text = format_summary(summary, loaded, command="serve", path=config, overrides=overrides)
+    print_summary(summary.to_json(), text, is_json=is_json)
 
 
 @click.command("eval")
@@ -297,7 +312,7 @@ def serve(*, config: Path, overrides: tuple[str, ...], resume: str, run_dir: Pat
     help="Where it is written, instead of RUN.eval/<model>, next to the run of --model, or else of CONFIG.",
 )
 @click.option("--resume", is_flag=True, help="Go on with this evaluation; episodes that are over are not run again.")
-@click.option("--json", "is_json", is_flag=True, help="For programs: the results as one line of JSON.")
+@json_option
 @verbose_option
 @explains_errors
 def evaluate(
@@ -364,7 +379,7 @@ def report(*, run_dir: Path) -> None:
 @click.option("--model", metavar="RUN|DIRECTORY|URL", help="Another model than that of CONFIG.")
 @click.option("--served-name", help="The name of the model at a URL.")
 @click.option("--output", type=click.Path(path_type=Path, file_okay=False), help="Keep the files in this directory.")
-@click.option("--json", "is_json", is_flag=True, help="One JSON object in place of the text.")
+@json_option
 @verbose_option
 @explains_errors
 def try_(
@@ -393,12 +408,21 @@ def try_(
 
     loaded = load_config(config, overrides)
     _say_loading(loaded, "try", model=model)
-    from areal_actors.run.trying import format_trial, try_agent
+    from areal_actors.run.trying import format_group, format_trial, try_agent
 
-    summary = try_agent(loaded, num_problems=num_problems, model=model, served_name=served_name, output=output)
+    summary = try_agent(
+        loaded,
+        num_problems=num_problems,
+        model=model,
+        served_name=served_name,
+        output=output,
+        on_group=None if is_json else lambda group: click.echo(format_group(group)),
+    )
     text = json.dumps(summary.to_json()) if is_json else format_trial(summary)
     # Texts of models and agents may hold lone surrogates, which no terminal takes.
     click.echo(text.encode("utf-8", "backslashreplace").decode())
+    if summary.is_interrupted:
+        sys.exit(EXIT_INTERRUPTED)
     if all(episode.failure is not None for group in summary.groups for episode in group.episodes):
         sys.exit(EXIT_FAILED)
 
@@ -534,9 +558,10 @@ def view(*, runs: tuple[Path, ...], host: str, port: int) -> None:
 )
 @click.option("--steps", metavar="FIRST:LAST", help="The training steps whose rows are exported, instead of all.")
 @click.option("--force", is_flag=True, help="Replace rows that were exported to the same directory before.")
+@json_option
 @verbose_option
 @explains_errors
-def export(*, run_dir: Path, form: str, output: Path | None, steps: str | None, force: bool) -> None:
+def export(*, run_dir: Path, form: str, output: Path | None, steps: str | None, force: bool, is_json: bool) -> None:
     """Write the weights of RUN_DIR, or its rows in the format of another trainer.
 
     The weights are those of the newest checkpoint of a run that has not finished; a run that finishes writes them
@@ -559,14 +584,18 @@ def export(*, run_dir: Path, form: str, output: Path | None, steps: str | None, 
         if form not in FORMATS and get_close_matches(form, ["weights"]):
             raise ConfigError(f"There is no format {form!r}; did you mean weights?")
         exported = export_run_rows(run_dir, form, output=output, steps=chosen, replace=force)
-        click.echo(json.dumps(exported.to_json()))
+        counts = f"{exported.num_rows} rows, {exported.num_trained_tokens} trained tokens"
+        text = f"Wrote {counts}, to {shorten(exported.path)}."
+        print_summary(exported.to_json(), text, is_json=is_json)
         return
     if output is not None or steps is not None:
         raise ConfigError("--output and --steps are for rows; weights are written to RUN_DIR/weights")
     from areal_actors.run.exporting import export_run
 
     found = export_run(run_dir)
-    click.echo(json.dumps({"model": found.name, "step": found.step, "path": str(found.path)}))
+    text = f"Wrote the weights of {found.name} after step {found.step} to {shorten(found.path)}."
+    document = {"model": found.name, "step": found.step, "path": str(found.path)}
+    print_summary(document, text, is_json=is_json)
 
 
 @click.command()

@@ -55,6 +55,7 @@ run_dir_option = click.option(
     type=click.Path(path_type=Path, file_okay=False),
     help="Where the run is written, instead of <fileroot>/<experiment_name>/<trial_name>.",
 )
+json_option = click.option("--json", "is_json", is_flag=True, help="For programs: the results as one line of JSON.")
 verbose_option = click.option("--verbose", is_flag=True, help="Log details, and show tracebacks.")
 
 

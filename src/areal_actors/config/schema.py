@@ -40,7 +40,7 @@ from areal_actors.rollouts.staleness import CapacityLimits, StaleGroups
 from areal_actors.sandbox import SandboxConfig
 from areal_actors.schedulers.config import SchedulerConfig, SchedulerType
 from areal_actors.sessions.intake import IntakeConfig
-from areal_actors.sessions.manager import SessionsConfig
+from areal_actors.sessions.manager import SessionsConfig, TemperatureRule
 from areal_actors.training.config import (
     CheckpointConfig,
     EvaluationConfig,
@@ -107,6 +107,15 @@ class AgentConfig(ExportConfig):
 
 
 @frozen(kw_only=True)
+class SamplingConfig:
+    """What the run decides about the sampling of agents' requests."""
+
+    temperature: TemperatureRule = TemperatureRule.AS_REQUESTED
+    """as_requested samples at the temperature of the request, and tokens at 0 are not trained; override replaces it by
+    trainer.temperature; minimum raises it to that. Evaluations sample as requested."""
+
+
+@frozen(kw_only=True)
 class RolloutConfig(RolloutsConfig):
     """The agent, how many episodes it runs, and how far rollouts may run ahead of training."""
 
@@ -127,6 +136,7 @@ class RolloutConfig(RolloutsConfig):
     them at any age; requeue and drop discard them, so that fewer long episodes are trained than are sampled. With
     serve, wait and requeue mean train."""
     difficulty: DifficultyConfig = field(factory=DifficultyConfig)
+    sampling: SamplingConfig = field(factory=SamplingConfig)
     max_step_seconds: float | None = field(default=None, validator=optional(gt(0)))
     """A step that waits longer than this for its groups ends the run with an error."""
     dump_to_file: bool = True
@@ -503,6 +513,11 @@ class RunConfig(ServerSections):
             )
             for name, rollout in {"": self.rollout, **self.agents}.items()
         }
+
+    @property
+    def temperature_bounds(self) -> tuple[float, float]:
+        """The lowest and the highest temperature at which requests are sampled in training."""
+        return self.rollout.sampling.temperature.bounds(self.trainer.temperature)
 
     @property
     def held_out_sets(self) -> Mapping[str, DatasetConfig]:

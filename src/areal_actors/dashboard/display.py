@@ -6,21 +6,30 @@ their errors never end a run.
 
 from __future__ import annotations
 
-import re
 import sys
 import textwrap
 import time
 from collections.abc import Callable, Mapping
 from enum import StrEnum
 from itertools import pairwise
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from attrs import evolve, field, frozen
 
 from areal_actors.dashboard.reporter import Listener
-from areal_actors.dashboard.verdict import NUM_JUDGED_STEPS, find_verdict
+from areal_actors.dashboard.verdict import append_step, find_note, find_verdict
 from areal_actors.kernel import Message
-from areal_actors.messages import EpisodeFinished, EvaluationFinished, PhaseChanged, Progress, StepFinished
+from areal_actors.lib.telemetry import kind_of
+from areal_actors.messages import (
+    EpisodeFinished,
+    EvaluationFinished,
+    GroupsTrained,
+    PhaseChanged,
+    Progress,
+    ServiceOpened,
+    SessionsCounted,
+    StepFinished,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -38,14 +47,19 @@ class DisplayStyle(StrEnum):
     PLAIN = "plain"
     NONE = "none"
 
+    def resolve(self, stream: TextIO) -> DisplayStyle:
+        """Return the style on ``stream``."""
+        if self is not DisplayStyle.AUTO:
+            return self
+        return DisplayStyle.RICH if stream.isatty() else DisplayStyle.PLAIN
+
 
 def create_display(
     style: DisplayStyle, state: RunState, *, stream: TextIO | None = None, clock: Clock = time.monotonic
 ) -> PlainDisplay | RichDisplay | None:
     """Return a display of ``style`` on ``stream`` (default: standard error); ``None`` for ``none``."""
     target: TextIO = sys.stderr if stream is None else stream
-    if style is DisplayStyle.AUTO:
-        style = DisplayStyle.RICH if target.isatty() else DisplayStyle.PLAIN
+    style = style.resolve(target)
     if style is DisplayStyle.NONE:
         return None
     if style is DisplayStyle.PLAIN:
@@ -65,6 +79,7 @@ class PlainDisplay(Listener):
         self._stream = stream
         self._clock = clock
         self._verdict: str | None = None
+        self._note: str | None = None
 
     def open(self) -> None:
         """Print the title and the number of steps."""
@@ -85,6 +100,9 @@ class PlainDisplay(Listener):
         if verdict is not None and (self._verdict is None or kind_of(verdict) != kind_of(self._verdict)):
             self._print(f"This run does not learn: {verdict}")
         self._verdict = verdict
+        if self._note is None and (note := self._state.note) is not None:
+            self._print(f"Note: {note}")
+            self._note = note
 
     def close(self) -> None:
         """Print why the run did not learn, if it did not."""
@@ -95,9 +113,8 @@ class PlainDisplay(Listener):
         state = self._state
         match news:
             case StepFinished():
-                left = f"left {format_seconds(state.seconds_left(now))}"
-                took = format_seconds(now - state.started_at)
-                return f"step {state.step}/{state.total_steps}  {format_metrics(state.metrics)}  {took}  {left}"
+                numbers = format_metrics(state.metrics)
+                return f"step {state.step}/{state.total_steps}  {numbers}  {state.format_time(now)}"
             case EvaluationFinished():
                 failed = f", {news.num_failed} failed" if news.num_failed else ""
                 return (
@@ -106,6 +123,8 @@ class PlainDisplay(Listener):
                 )
             case PhaseChanged():
                 return state.phase
+            case ServiceOpened():
+                return f"serving at {news.url}"
         return None
 
     def _print(self, line: str) -> None:
@@ -142,10 +161,14 @@ class RichDisplay(Listener):
         failure = self._state.describe_failure(news)
         if failure is not None:
             self._console.print(failure, markup=False, highlight=False)
+        if isinstance(news, ServiceOpened):
+            # Above the panel, whose lines are cut at its width: this one can be copied.
+            self._console.print(f"For an agent:\n  {news.export}", markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         """Draw the last frame and leave it on the screen."""
         live, self._live = self._live, None
+        self._state = evolve(self._state, is_over=True)
         if live is not None:
             live.stop()
 
@@ -161,7 +184,9 @@ def render(state: RunState, now: float) -> RenderableType:
     table.add_column(style="dim", no_wrap=True)
     table.add_column(ratio=1)
     table.add_row(f"step {state.step}/{state.total_steps}", ProgressBar(total=state.total_steps, completed=state.step))
-    rows = [("time", f"{format_seconds(now - state.started_at)}  left {format_seconds(state.seconds_left(now))}")]
+    rows = [("time", state.format_time(now))]
+    if state.service is not None:
+        rows += [("listening", state.service.url), ("agents", state.service.export)]
     if state.rewards:
         rows.append(("reward", f"{state.rewards[-1]:.3f}  {sparkline(state.rewards, width=48)}"))
     if state.evaluations:
@@ -169,23 +194,27 @@ def render(state: RunState, now: float) -> RenderableType:
     if state.metrics:
         shown = {key: value for key, value in state.metrics.items() if key not in {"reward", "eval_reward"}}
         rows.append(("step", format_metrics(shown)))
-    if state.verdict is not None:
-        rows.append(("verdict", f"This run does not learn: {state.verdict}"))
+    if (verdict := state.verdict) is not None:
+        rows.append(("verdict", f"This run {'did' if state.is_over else 'does'} not learn: {verdict}"))
+    elif (note := state.note) is not None:
+        rows.append(("note", note))
     if state.page is not None:
         rows.append(("page", state.page))
     failures = f", {state.num_failed} failed: {state.last_failure}" if state.num_failed else ""
-    rows.append(("episodes", f"{state.num_episodes}{failures}"))
+    if state.service is None:
+        rows.append(("episodes", f"{state.num_episodes}{failures}"))
+    else:
+        rows.append(("sessions", f"{state.num_live} live, {state.num_episodes} ended{failures}"))
+        rows.append(("groups", f"{state.num_groups} trained"))
     for label, text in rows:
-        # The only row that is worth several lines.
-        is_verdict = label == "verdict"
-        table.add_row(
-            label, Text(text, overflow="ellipsis", no_wrap=not is_verdict, style="bold" if is_verdict else "")
-        )
+        # The rows that are worth several lines.
+        is_long = label in {"agents", "note", "verdict"}
+        style = "bold" if label == "verdict" else ""
+        table.add_row(label, Text(text, overflow="fold" if is_long else "ellipsis", no_wrap=not is_long, style=style))
     # Text, not markup: titles and failures may contain brackets.
     return Panel(table, title=Text(state.title), subtitle=Text(state.phase), border_style="cyan")
 
 
-Metrics = Mapping[str, float | int | str | None]
 _NUM_TIMES = 8
 """Number of steps over which the duration of a step is averaged."""
 _MAX_KINDS = 64
@@ -205,9 +234,8 @@ class RunState:
     step: int = 0
     phase: str = "starting"
     metrics: Mapping[str, float | int | None] = field(factory=dict)
-    rewards: tuple[float, ...] = ()
-    steps: tuple[Metrics, ...] = ()
-    """The metrics of the first and of the latest steps with rewards, in order, as many as a verdict needs."""
+    steps: tuple[Mapping[str, Any], ...] = ()
+    """The metrics of steps with rewards, in order; see ``verdict.append_step``."""
     evaluations: tuple[EvaluationFinished, ...] = ()
     step_times: tuple[float, ...] = ()
     num_episodes: int = 0
@@ -215,45 +243,52 @@ class RunState:
     last_failure: str | None = None
     num_by_failure: Mapping[str, int] = field(factory=dict)
     """How often each kind of failure happened; kinds differ in more than numbers."""
+    service: ServiceOpened | None = None
+    """Where a service listens."""
+    num_live: int = 0
+    """Sessions of a service that have not ended."""
+    num_groups: int = 0
+    """Groups that were trained."""
+    is_over: bool = False
 
     def after(self, news: Message[Progress, None], now: float) -> RunState:
         """Return the state after the event ``news`` at time ``now``. Events that are not displayed change nothing."""
+        changes: dict[str, Any] = {}
         match news:
             case PhaseChanged():
-                return evolve(self, phase=f"{news.phase}: {news.detail}" if news.detail else news.phase)
+                changes = {"phase": f"{news.phase}: {news.detail}" if news.detail else news.phase}
             case EpisodeFinished():
-                failure = news.episode.failure
-                if failure is None:
-                    return evolve(self, num_episodes=self.num_episodes + 1)
-                kind = kind_of(failure)
-                # Messages that name random ids would otherwise be kept without end.
-                if kind not in self.num_by_failure and len(self.num_by_failure) >= _MAX_KINDS:
-                    kind = ""
-                return evolve(
-                    self,
-                    num_episodes=self.num_episodes + 1,
-                    num_failed=self.num_failed + 1,
-                    last_failure=failure,
-                    num_by_failure={**self.num_by_failure, kind: self.num_by_failure.get(kind, 0) + 1},
-                )
+                changes = {"num_episodes": self.num_episodes + 1, **self._count_failure(news.episode.failure)}
             case EvaluationFinished():
-                return evolve(self, evaluations=(*self.evaluations, news), phase="training")
+                changes = {"evaluations": (*self.evaluations, news), "phase": self._usual_phase}
+            case ServiceOpened():
+                changes = {"service": news, "phase": "serving"}
+            case SessionsCounted():
+                changes = {"num_live": news.num_live}
+            case GroupsTrained():
+                changes = {"num_groups": self.num_groups + len(news.tasks)}
             case StepFinished():
-                rewards, steps, reward = self.rewards, self.steps, news.metrics.get("reward")
-                if reward is not None:
-                    rewards, steps = (*rewards, float(reward)), (*steps, {**news.metrics, "phase": news.phase})
-                if len(steps) > 2 * NUM_JUDGED_STEPS:
-                    steps = (*steps[:NUM_JUDGED_STEPS], *steps[-NUM_JUDGED_STEPS:])
-                return evolve(
-                    self,
-                    step=news.step,
-                    phase="training",
-                    metrics=dict(news.metrics),
-                    steps=steps,
-                    rewards=rewards,
-                    step_times=(*self.step_times, now)[-_NUM_TIMES - 1 :],
-                )
-        return self
+                changes = {
+                    "step": news.step,
+                    "phase": self._usual_phase,
+                    "metrics": dict(news.metrics),
+                    "steps": append_step(self.steps, {**news.metrics, "phase": news.phase}),
+                    "step_times": (*self.step_times, now)[-_NUM_TIMES - 1 :],
+                }
+        return evolve(self, **changes)
+
+    def _count_failure(self, failure: str | None) -> dict[str, Any]:
+        if failure is None:
+            return {}
+        kind = kind_of(failure)
+        # Messages that name random words would otherwise be kept without end.
+        if kind not in self.num_by_failure and len(self.num_by_failure) >= _MAX_KINDS:
+            kind = ""
+        return {
+            "num_failed": self.num_failed + 1,
+            "last_failure": failure,
+            "num_by_failure": {**self.num_by_failure, kind: self.num_by_failure.get(kind, 0) + 1},
+        }
 
     def describe_failure(self, news: Message[Progress, None]) -> str | None:
         """Describe the failed episode ``news``, the last event of this state; ``None`` if it needs no line.
@@ -273,9 +308,28 @@ class RunState:
         return None
 
     @property
+    def _usual_phase(self) -> str:
+        return "training" if self.service is None else "serving"
+
+    @property
+    def rewards(self) -> tuple[float, ...]:
+        """The reward of each step that has one."""
+        return tuple(float(step["reward"]) for step in self.steps if step.get("reward") is not None)
+
+    @property
     def verdict(self) -> str | None:
         """Why the run does not learn, in one sentence."""
         return find_verdict(self.steps)
+
+    @property
+    def note(self) -> str | None:
+        """What to look at in a run without a verdict."""
+        return find_note(self.steps)
+
+    def format_time(self, now: float) -> str:
+        """Format the time since the start, and the time left if it is known."""
+        took, left = format_seconds(now - self.started_at), self.seconds_left(now)
+        return took if left is None or self.step >= self.total_steps else f"{took}  left {format_seconds(left)}"
 
     def seconds_left(self, now: float) -> float | None:
         """Return the time of the remaining steps at the recent pace; ``None`` before two steps have ended."""
@@ -283,11 +337,6 @@ class RunState:
             return None
         pace = (self.step_times[-1] - self.step_times[0]) / (len(self.step_times) - 1)
         return max(0.0, (self.total_steps - self.step) * pace - (now - self.step_times[-1]))
-
-
-def kind_of(text: str) -> str:
-    """Return ``text`` with its numbers masked, so that messages which differ in numbers alone are equal."""
-    return re.sub(r"\d+", "#", text)
 
 
 def sparkline(values: tuple[float, ...], *, width: int) -> str:
@@ -304,10 +353,8 @@ def sparkline(values: tuple[float, ...], *, width: int) -> str:
     return "".join(_BARS[min(int((mean - low) / (high - low) * len(_BARS)), len(_BARS) - 1)] for mean in means)
 
 
-def format_seconds(seconds: float | None) -> str:
-    """Format a duration: ``42 s``, ``4:05`` or ``1:02:03``; a dash if it is unknown."""
-    if seconds is None:
-        return "-"
+def format_seconds(seconds: float) -> str:
+    """Format a duration: ``42 s``, ``4:05`` or ``1:02:03``."""
     whole = round(seconds)
     minutes, rest = divmod(whole, 60)
     hours, minutes = divmod(minutes, 60)
@@ -319,8 +366,8 @@ def format_seconds(seconds: float | None) -> str:
 _FOLLOWED = {
     "reward": "reward {:.3f}",
     "eval_reward": "eval {:.3f}",
-    "loss": "loss {:+.4f}",
-    "kl": "kl {:.4f}",
+    "loss": "loss {:.2g}",
+    "kl": "kl {:.2g}",
     "entropy": "entropy {:.3f}",
     "staleness_mean": "staleness {:.1f}",
     "staleness_max": "max {:.0f}",

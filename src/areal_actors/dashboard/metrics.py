@@ -177,7 +177,7 @@ def summarize_run(directory: RunDirectory, *, seconds: float | None = None) -> R
 
     Raises ``OSError`` if the file cannot be read; a run without steps has none.
     """
-    records = _read_steps(directory)
+    records = read_steps(directory)
     rewards = [record["reward"] for record in records if record.get("reward") is not None]
     evaluations = [record["eval_reward"] for record in records if record.get("eval_reward") is not None]
     last: Mapping[str, Any] = records[-1] if records else {}
@@ -195,7 +195,7 @@ def summarize_run(directory: RunDirectory, *, seconds: float | None = None) -> R
     )
 
 
-def _read_steps(directory: RunDirectory) -> list[dict[str, Any]]:
+def read_steps(directory: RunDirectory) -> list[dict[str, Any]]:
     """Return the records of steps without damaged ones, which lack a step, or have texts for numbers."""
     return [
         record
@@ -271,7 +271,7 @@ def read_gauges(directory: RunDirectory) -> dict[str, float | dict[str, float]]:
                         if isinstance(by_source, dict):  # no custom metric took the name
                             by_source[match[1]] = value
     with suppress(OSError):
-        causes = find_causes(_read_steps(directory))
+        causes = find_causes(read_steps(directory))
         found["not_learning"] = {cause: float(cause in causes) for cause in CAUSES}
     with suppress(OSError):
         found["journal_bytes"] = directory.journal.stat().st_size

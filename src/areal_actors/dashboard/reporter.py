@@ -32,7 +32,9 @@ from areal_actors.messages import (
     Progress,
     RowsTrained,
     RunEnded,
+    ServiceOpened,
     SessionArchived,
+    SessionsCounted,
     StepFinished,
 )
 
@@ -97,6 +99,8 @@ class ProgressReporter(Actor[Progress]):
 
     for _news in (
         PhaseChanged,
+        ServiceOpened,
+        SessionsCounted,
         EpisodeFinished,
         SessionArchived,
         GroupsTrained,

@@ -146,7 +146,8 @@ class Answer:
     """One finished choice: the message for the client, and the interaction that stores its tokens.
 
     ``stop_sequence`` is the stop string at which the text ended, if any. ``is_repeated`` says that it was delivered
-    before and is sent again to a retry, so that its tokens count towards no quota a second time.
+    before and is sent again to a retry, so that its tokens count towards no quota a second time. ``temperature`` is
+    that which was sampled at, if it is known; the run may have replaced that of the request.
     """
 
     interaction: InteractionId
@@ -155,18 +156,20 @@ class Answer:
     usage: Usage
     stop_sequence: str | None = None
     is_repeated: bool = False
+    temperature: float | None = None
 
 
 @frozen(kw_only=True)
 class AnswerStarted:
     """The answer of choice ``choice`` begins.
 
-    Sent once, before its deltas, so that a stream has its id from the first chunk.
+    Sent once, before its deltas, so that a stream has its id from the first chunk. ``temperature`` is as in ``Answer``.
     """
 
     interaction: InteractionId
     num_prompt_tokens: int = 0
     choice: int = 0
+    temperature: float | None = None
 
 
 @frozen(kw_only=True)

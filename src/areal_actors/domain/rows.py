@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from attrs import evolve, field, frozen
+from attrs import Converter, evolve, field, frozen
 from attrs.converters import optional
 
 from areal_actors.domain.chat import InteractionId, SessionId
@@ -37,6 +37,7 @@ from areal_actors.domain.sampling import (
 )
 from areal_actors.domain.tree import GroupId
 from areal_actors.lib.notebooks import format_table
+from areal_actors.lib.telemetry import redact
 
 _MAX_SHOWN = 64
 """Tokens of a row in a notebook."""
@@ -192,6 +193,14 @@ class Problem:
         return self.source, self.position
 
 
+def _redacted(text: str | None, episode: Episode) -> str | None:
+    # An agent's exception may quote anything that it knows, such as the id of its session without a URL around it.
+    return None if text is None else redact(text, session=episode.session)
+
+
+_text: Any = Converter(_redacted, takes_self=True)  # type: ignore[call-overload, unused-ignore] - of a class that follows
+
+
 @frozen(kw_only=True)
 class Episode:
     """One run of an agent on a problem. A failed one has a ``failure`` and no trajectories.
@@ -199,8 +208,8 @@ class Episode:
     ``reward`` is the sum of the rewards assigned to its interactions, before any propagation. With ``is_rejected``, its
     workflow discarded it on purpose; ``failure`` is set as well. ``cut_short`` is the reason why an episode ended early
     that is nevertheless trained as far as it went. ``traceback`` is that of the agent's exception, if it raised one.
-    ``is_restored`` is that of its session. ``num_empty_turns`` counts answers that were completed without a sampled
-    token, which a working engine never produces.
+    These texts have no keys and no id of the session. ``is_restored`` is that of its session. ``num_empty_turns``
+    counts answers that were completed without a sampled token, which a working engine never produces.
     """
 
     session: SessionId
@@ -211,10 +220,10 @@ class Episode:
     num_turns: int = 0
     num_empty_turns: int = 0
     seconds: float = 0.0
-    failure: str | None = None
-    traceback: str | None = None
+    failure: str | None = field(default=None, converter=_text)
+    traceback: str | None = field(default=None, converter=_text)
     is_rejected: bool = False
-    cut_short: str | None = None
+    cut_short: str | None = field(default=None, converter=_text)
     is_restored: bool = False
     logged: Mapping[str, float] = field(factory=dict)
     """Named numbers that the agent logged, including those of a failed episode."""

@@ -124,11 +124,22 @@ class _LazyLogger:
         return value
 
 
-def redact(text: str) -> str:
-    """Return ``text`` with API keys, bearer tokens and the secret part of session ids shortened to a prefix."""
+def redact(text: str, *, session: str | None = None) -> str:
+    """Return ``text`` with API keys, bearer tokens and the secret part of session ids shortened to a prefix.
+
+    An id that is not part of a URL or of a log line looks like any word, so that of a known ``session`` is looked for.
+    """
+    if session is not None and (token := _SESSION_TOKEN.search(session)) is not None:
+        text = text.replace(session, session.replace(token[0], _abbreviate(token[0])))
     for pattern in _PATTERNS:
         text = pattern.sub(lambda match: match[1] + _abbreviate(match[2]), text)
     return text
+
+
+def kind_of(text: str) -> str:
+    """Return ``text`` with numbers, ids and keys masked, so that messages which differ in these alone are equal."""
+    # An id has a digit, or was shortened.
+    return re.sub(r"[\w-]*(?:\d|…)[\w…-]*", "#", redact(text))
 
 
 def redact_settings(text: str) -> str:

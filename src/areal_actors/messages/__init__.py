@@ -97,7 +97,9 @@ from areal_actors.messages.progress import PhaseChanged as PhaseChanged
 from areal_actors.messages.progress import Progress as Progress
 from areal_actors.messages.progress import RowsTrained as RowsTrained
 from areal_actors.messages.progress import RunEnded as RunEnded
+from areal_actors.messages.progress import ServiceOpened as ServiceOpened
 from areal_actors.messages.progress import SessionArchived as SessionArchived
+from areal_actors.messages.progress import SessionsCounted as SessionsCounted
 from areal_actors.messages.progress import StepFinished as StepFinished
 from areal_actors.messages.rollouts import Evaluate as Evaluate
 from areal_actors.messages.rollouts import Rollouts as Rollouts

@@ -33,6 +33,21 @@ class RunEnded(Message[Progress, None]):
 
 
 @frozen(kw_only=True)
+class ServiceOpened(Message[Progress, None]):
+    """News: a service answers agents at ``url``. ``export`` is the shell command with which an agent finds it."""
+
+    url: str
+    export: str
+
+
+@frozen(kw_only=True)
+class SessionsCounted(Message[Progress, None]):
+    """News: a session of an external agent began or ended, and now ``num_live`` of them have not ended."""
+
+    num_live: int
+
+
+@frozen(kw_only=True)
 class EpisodeFinished(Message[Progress, None]):
     """News: an episode is over. With ``is_repeated``, an earlier process that was killed may have reported it."""
 

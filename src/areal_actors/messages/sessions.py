@@ -81,6 +81,8 @@ class OpenSession(Message[Sessions, SessionOpened]):
     limits: EpisodeLimits = field(factory=EpisodeLimits)
     limited_roles: tuple[str, ...] | None = None
     """The roles whose requests count for ``limits``; ``None`` counts all."""
+    is_trained: bool = False
+    """Whether its tokens are meant to be trained, so that the run may choose their temperature."""
 
 
 @frozen(kw_only=True)

@@ -81,7 +81,7 @@ from areal_actors.workflows import (
     run_agent,
     workflow_context,
 )
-from areal_actors.workflows.agents import run_isolated
+from areal_actors.workflows.agents import proxy_variables, run_isolated
 
 _log = get_logger(__name__)
 
@@ -115,6 +115,8 @@ class RolloutsConfig:
     limits: EpisodeLimits = field(factory=EpisodeLimits)
     agents_may_reward: bool = constant(False)
     """Whether agents get their session's full-access key instead of the completion key, and so may set rewards."""
+    is_trial: bool = constant(False)
+    """Whether episodes of evaluations are sampled as those of training are."""
     is_archiving: bool = constant(True)
     """Whether the trees of finished sessions are sent to the reporter, for dumps and the run report."""
     max_unreachable_seconds: float = constant(300.0)
@@ -468,6 +470,7 @@ class RolloutRunner(Actor[Rollouts]):
                 max_tokens=config.max_tokens,
                 limits=config.limits,
                 limited_roles=config.train_roles,
+                is_trained=not member.is_eval or config.is_trial,
             )
         )
         is_wanted = False
@@ -593,6 +596,11 @@ class RolloutRunner(Actor[Rollouts]):
         record = await self._peers.sessions.ask(CollectSession(session=session))
         if not closed.num_interactions and _ELSEWHERE.search(failure):
             failure = f"{failure}\n{NEVER_REACHED}"
+            if variables := proxy_variables():
+                failure += (
+                    f" {', '.join(variables)} names another proxy, which cannot reach this one. NO_PROXY tells clients "
+                    "so, but this client may not read it."
+                )
         return Episode(
             session=session,
             member=member.index,

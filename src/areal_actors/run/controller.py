@@ -60,6 +60,7 @@ from areal_actors.messages import (
     RoleSpec,
     RunEnded,
     SaveWeights,
+    ServiceOpened,
     Training,
     TrainingEnded,
     TrainingSummary,
@@ -70,7 +71,7 @@ from areal_actors.run.control_plane import ControlPlane, connect_to_worker, open
 from areal_actors.run.directory import no_checkpoint
 from areal_actors.run.job import load_rendering
 from areal_actors.run.openers import RoleContext, open_role
-from areal_actors.run.plan import ACTOR_ROLES, PREEMPTED, REPLICA, PlacedRole, RunPlan
+from areal_actors.run.plan import ACTOR_ROLES, PREEMPTED, REPLICA, Finder, PlacedRole, RunPlan
 from areal_actors.run.reporting import create_reporter
 from areal_actors.run.signals import Interrupts, open_interrupts
 from areal_actors.run.supervise import Restarts, find_final
@@ -154,7 +155,7 @@ class RunController:
         key = None if self._endpoint is None else self._endpoint.admin_key
         self._admin_key = key or plan.proxy.admin_key or create_admin_key()
         self._num_attempts = 0
-        self._is_announced = False
+        self._service: ServiceOpened | None = None
         self._record = RunRecord(status=RunStatus.RUNNING, is_service=plan.is_service)
         self._has_begun_before = plan.resume and read_record(plan.directory) is not None
         self.has_begun = False
@@ -323,12 +324,14 @@ class RunController:
             with anyio.CancelScope(shield=True), suppress(ActorStopped):
                 await self.control_plane.directory.ask(EndpointChanged(endpoint=None))
 
-    async def announce(self) -> None:
-        """Announce the endpoint, the first time that a proxy is ready."""
+    async def announce(self, find: Finder) -> None:
+        """Announce the endpoint, the first time that a proxy is ready, and to the reporter of each attempt."""
         endpoint = await self.control_plane.directory.ask(AwaitEndpoint())
-        if self.plan.announce is not None and not self._is_announced:
-            self._is_announced = True
-            await self.plan.announce(endpoint)
+        if self.plan.announce is None:
+            return
+        self._service = self._service or await self.plan.announce(endpoint)
+        progress = await find(Progress, "progress")
+        await progress.tell(self._service)
 
 
 class _Attempt:
@@ -377,10 +380,10 @@ class _Attempt:
             interrupts = self._controller.interrupts
             async with interrupts.telling(training, is_handling_signals=plan.is_handling_signals):
                 if Role.PROXY in plan.local_roles:
-                    await self._controller.announce()
+                    await self._controller.announce(self.find)
                 else:
                     # In the background, since a placed proxy may be ready later than the trainer.
-                    tasks.start_soon(self._controller.announce)
+                    tasks.start_soon(self._controller.announce, self.find)
                 async with after_its_cause(has_workers=False):
                     await self._finish(training)
             # An error from here on, while workers are being ended, must not start another attempt.
@@ -407,12 +410,15 @@ class _Attempt:
         await to_thread.run_sync(self._controller.record, RunStatus.RUNNING)
         if self._plan.control is not None:
             self._plan.control.begun.set()
-        reporter = create_reporter(
-            self._plan.config,
-            self._plan.directory,
-            decode=renderer.decode,
-            resumed_step=self._spec.checkpoint,
-            page=self._controller.page_url,
+        reporter = await to_thread.run_sync(
+            partial(
+                create_reporter,
+                self._plan.config,
+                self._plan.directory,
+                decode=renderer.decode,
+                resumed_step=self._spec.checkpoint,
+                page=self._controller.page_url,
+            )
         )
         self._add({"progress": await system.spawn(reporter, name="progress")})
 

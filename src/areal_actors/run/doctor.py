@@ -54,7 +54,7 @@ from areal_actors.schedulers.base import ControllerAddress, PlacementStatus
 from areal_actors.schedulers.config import SchedulerType
 from areal_actors.schedulers.slurm import SlurmCommands, SlurmScheduler
 from areal_actors.schedulers.slurm.script import JobRequest, create_arguments, render_script
-from areal_actors.workflows import CommandConfig, PluginWorkflow
+from areal_actors.workflows import CommandConfig, PluginWorkflow, proxy_variables
 
 _PACKAGES = ("torch", "transformers", "anyio", "starlette", "uvicorn", "hypercorn")
 _OPTIMIZER_BYTES_PER_WEIGHT_BYTE = 3
@@ -264,6 +264,13 @@ def _check_port(config: RunConfig) -> Iterator[Finding]:
         proxy = evolve(proxy, admin_key=create_admin_key())  # as such a run does
     bind(proxy).close()
     yield Finding(Verdict.OK, f"the proxy can listen at {proxy.host}, {proxy.port or 'any free port'}")
+
+
+def _check_http_proxy(config: RunConfig) -> Iterator[Finding]:
+    if variables := proxy_variables():
+        hosts = ", ".join(dict.fromkeys(("loopback", config.proxy.host)))
+        detail = f"requests go to the proxy in {', '.join(variables)}; those of agents to {hosts} do not (NO_PROXY)"
+        yield Finding(Verdict.OK, detail)
 
 
 def _check_open_files(config: RunConfig) -> Iterator[Finding]:
@@ -545,6 +552,7 @@ _CHECKS: dict[str, Check] = {
     "run directory": _check_directory,
     "journal": _check_journal,
     "port": _check_port,
+    "HTTP proxy": _check_http_proxy,
     "open files": _check_open_files,
     "device": _check_device,
     "memory": _check_memory,

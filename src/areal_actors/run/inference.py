@@ -328,7 +328,7 @@ def settings_of(config: RunConfig, *, proxy: ProxyConfig, intake: IntakeConfig |
         engine=config.embedded_engine,
         renderer=config.renderer,
         proxy=proxy,
-        sessions=config.sessions,
+        sessions=evolve(config.sessions, temperature_bounds=config.temperature_bounds),
         export=config.rollout.export,
         queue=config.queue,
         advantages=config.trainer.advantages,

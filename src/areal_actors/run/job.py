@@ -50,6 +50,7 @@ from areal_actors.workflows import (
     PluginWorkflow,
     PoolConfig,
     RolloutWorkflow,
+    direct_connections,
     find_environment,
     placeholder_keys,
     resolve_workflow,
@@ -283,6 +284,7 @@ def prepare_agents(
     @asynccontextmanager
     async def open_all() -> AsyncIterator[Agents]:
         async with AsyncExitStack() as stack:
+            stack.enter_context(direct_connections(config.proxy.host))
             agents = {}
             for name, opening in prepared.items():
                 with _naming(f"sources.{name}" if name else "", source=name):

@@ -74,7 +74,7 @@ from areal_actors.run.loop import train
 from areal_actors.run.plan import REPLICA, Finder
 from areal_actors.run.ranks import RankOpener, open_ranks
 from areal_actors.training.config import PublishBy
-from areal_actors.workflows import EpisodeEngine, RolloutWorkflow
+from areal_actors.workflows import EpisodeEngine, RolloutWorkflow, direct_connections
 
 if TYPE_CHECKING:
     from areal_actors.run.conversations import SupervisedData
@@ -281,6 +281,7 @@ async def _open_rollout(context: RoleContext) -> AsyncIterator[OpenRole]:
             if not isinstance(agents[name if name in agents else ""], RolloutWorkflow)
         }
         warn_of_singletons(config, sizes)
+        endpoint = await (await find(Directory, "directory")).ask(AwaitEndpoint())
         runner = RolloutRunner(
             agents,
             peers=Peers(
@@ -290,7 +291,7 @@ async def _open_rollout(context: RoleContext) -> AsyncIterator[OpenRole]:
                 progress=await find(Progress, "progress"),
                 directory=await find(Directory, "directory"),
             ),
-            endpoint=await (await find(Directory, "directory")).ask(AwaitEndpoint()),
+            endpoint=endpoint,
             http_client=http_client,
             engine=EpisodeEngine(await find(Generation, "generation"), context.renderer, gconfig=config.gconfig),
             configs=config.runners,
@@ -300,7 +301,8 @@ async def _open_rollout(context: RoleContext) -> AsyncIterator[OpenRole]:
             teacher=teacher,
             max_staleness=config.rollout.max_head_offpolicyness,
         )
-        yield OpenRole(actors={"rollouts": await system.spawn(runner, name="rollouts")})
+        with direct_connections(endpoint.url):
+            yield OpenRole(actors={"rollouts": await system.spawn(runner, name="rollouts")})
 
 
 @asynccontextmanager

@@ -15,7 +15,7 @@ from areal_actors.config import RunConfig
 from areal_actors.dashboard import RunDirectory
 from areal_actors.domain import Role
 from areal_actors.kernel import Ref
-from areal_actors.messages import Endpoint
+from areal_actors.messages import Endpoint, ServiceOpened
 from areal_actors.proxy import ProxyConfig
 from areal_actors.rollouts.runner import Agents
 from areal_actors.run.conversations import SupervisedData
@@ -87,8 +87,9 @@ class RunPlan:
 
     ``agents`` are run in the controller process, if the rollout role is there. ``supervised`` are the conversations of
     a phase sft, if they are loaded already. ``admin_key`` is used if the configuration has none. ``announce`` is called
-    once agents are answered. Only with ``is_handling_signals`` does the run own its process: it then handles SIGINT and
-    SIGTERM, and tunes the garbage collector. ``control`` is of a program that holds the run and may stop it.
+    once agents are answered, and returns what the display shows. Only with ``is_handling_signals`` does the run own its
+    process: it then handles SIGINT and SIGTERM, and tunes the garbage collector. ``control`` is of a program that holds
+    the run and may stop it.
     """
 
     config: RunConfig
@@ -98,7 +99,7 @@ class RunPlan:
     is_service: bool = False
     resume: bool = False
     admin_key: str | None = field(default=None, repr=False)
-    announce: Callable[[Endpoint], Awaitable[None]] | None = None
+    announce: Callable[[Endpoint], Awaitable[ServiceOpened]] | None = None
     is_handling_signals: bool = False
     control: RunControl | None = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 
 from areal_actors.config import RunConfig
 from areal_actors.dashboard import (
@@ -19,7 +20,9 @@ from areal_actors.dashboard import (
     create_trackers,
 )
 from areal_actors.dashboard.dumps import Decode
+from areal_actors.dashboard.metrics import read_steps
 from areal_actors.dashboard.reporter import Listener, ProgressReporter
+from areal_actors.dashboard.verdict import append_step
 from areal_actors.rollouts.staleness import StaleGroups
 
 
@@ -32,7 +35,7 @@ def create_reporter(
     page: str | None = None,
     further: Sequence[Listener] = (),
 ) -> ProgressReporter:
-    """Create the reporter, which records and displays the progress of the run.
+    """Create the reporter, which records and displays the progress of the run. Blocks.
 
     ``page`` is the URL of the page that shows it. With ``further`` listeners, the reporter is that of an evaluation
     without training, which has no steps. They come last: an episode that they have recorded is not run again.
@@ -63,8 +66,14 @@ def create_reporter(
             )
         )
         listeners.append(MetricsWriter(directory.metrics, resumed_step=resumed_step))
+        # The steps before the checkpoint count for the verdict, here as in the summary.
+        before = [step for step in read_steps(directory) if step["step"] <= (resumed_step or 0)] if resumed_step else []
         state = RunState(
-            title=config.experiment_name, total_steps=config.total_steps, step=resumed_step or 0, page=page
+            title=config.experiment_name,
+            total_steps=config.total_steps,
+            step=resumed_step or 0,
+            page=page,
+            steps=reduce(append_step, before, ()),
         )
         display = create_display(config.logging.display, state)
         if display is not None:

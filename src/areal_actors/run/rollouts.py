@@ -26,6 +26,7 @@ from areal_actors.workflows import (
     EpisodeEngine,
     GenerationConfig,
     GroupedRolloutWorkflow,
+    direct_connections,
     placeholder_keys,
     resolve_workflow,
 )
@@ -173,6 +174,6 @@ async def open_rollouts(
             http_client=http_client,
             configs={"": config or RolloutsConfig()},
         )
-        with placeholder_keys():
+        with placeholder_keys(), direct_connections():
             yield RolloutEngine(generation, renderer, system=system, tasks=tasks, create_runner=create, gconfig=gconfig)
             tasks.cancel_scope.cancel()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -24,7 +25,7 @@ from areal_actors.lib import loops
 from areal_actors.lib.atomic_write import atomic_write
 from areal_actors.lib.notebooks import require_no_event_loop
 from areal_actors.lib.service_manager import open_service_manager
-from areal_actors.messages import Endpoint
+from areal_actors.messages import Endpoint, ServiceOpened
 from areal_actors.proxy.server import check_access
 from areal_actors.run.checks import require_config
 from areal_actors.run.directory import directory_of
@@ -97,13 +98,14 @@ class Server:
         is_run_here = has_rollouts(config, is_service=True) and Role.ROLLOUT not in placed
         opening = prepare_agents(config, logs=directory.agent_logs) if is_run_here else nullcontext()
 
-        async def tell(endpoint: Endpoint) -> None:
+        async def tell(endpoint: Endpoint) -> ServiceOpened:
             # Before the announcement, which tells agents to read the key from this file.
             key = f"{endpoint.admin_key}\n"
             await to_thread.run_sync(partial(atomic_write, directory.admin_key, key, mode=0o600))
             if announce is not None:
                 announce(endpoint, directory)
             notify("READY=1")
+            return ServiceOpened(url=endpoint.url, export=_format_export(endpoint, directory))
 
         plan = RunPlan(
             config=config,
@@ -122,12 +124,15 @@ class Server:
 
 def describe_service(endpoint: Endpoint, directory: RunDirectory) -> str:
     """Return instructions for using a service. They contain no key: the shell command reads it from the file."""
-    key = directory.admin_key
     return (
-        f"Listening at {endpoint.url}; the admin key is in {key}.\n"
-        "For an agent:\n"
-        f'  export OPENAI_BASE_URL={endpoint.base_url} OPENAI_API_KEY="$(cat {key})"'
+        f"Listening at {endpoint.url}; the admin key is in {directory.admin_key}.\n"
+        f"For an agent:\n  {_format_export(endpoint, directory)}"
     )
+
+
+def _format_export(endpoint: Endpoint, directory: RunDirectory) -> str:
+    key = shlex.quote(str(directory.admin_key))
+    return f'export OPENAI_BASE_URL={endpoint.base_url} OPENAI_API_KEY="$(cat {key})"'
 
 
 def format_service(endpoint: Endpoint, directory: RunDirectory) -> str:

@@ -66,6 +66,7 @@ from areal_actors.messages import (
     SessionFinished,
     SessionOpened,
     Sessions,
+    SessionsCounted,
     SettlePermit,
     SettleTaken,
     StartSession,
@@ -188,6 +189,7 @@ class IntakeKeeper(Actor[Intake]):
                         max_live=message.max_live,
                         is_durable=True,
                         roles=message.roles,
+                        is_trained=True,
                     )
                 )
             except BaseException:
@@ -196,6 +198,7 @@ class IntakeKeeper(Actor[Intake]):
                     await self._leave(group, seat)
                 raise
             self._groups.seat_session(group, seat, opened.session)
+            await self._count()
             return opened
 
     async def _open_group(self, wanted: StartSession) -> OpenGroup:
@@ -271,7 +274,14 @@ class IntakeKeeper(Actor[Intake]):
             seat.last_word.set()
         if not seat.is_ending:
             seat.is_ending = True
+            self._groups.num_live -= 1
+            await self._count()
             self._context.tasks.start_soon(self._take_in, group, seat, message.session)
+
+    async def _count(self) -> None:
+        """Tell how many sessions have not ended."""
+        if self._peers.progress is not None:
+            await self._peers.progress.tell(SessionsCounted(num_live=self._groups.num_live))
 
     async def _take_in(self, group: OpenGroup, seat: Seat, session: SessionId) -> None:
         """Turn a session into an episode of its group."""
@@ -498,6 +508,8 @@ class OpenGroups:
         self._by_id: dict[GroupId, OpenGroup] = {}
         self._by_name: dict[tuple[str | None, str], OpenGroup] = {}
         self._by_session: dict[SessionId, tuple[OpenGroup, Seat]] = {}
+        self.num_live = 0
+        """Sessions that have not ended."""
 
     def to_join(self, name: str | None, owner: str | None = None) -> OpenGroup | None:
         """Return the user's group of that name if it waits for members."""
@@ -521,6 +533,7 @@ class OpenGroups:
     def seat_session(self, group: OpenGroup, seat: Seat, session: SessionId) -> None:
         """Record that the session of ``seat`` has started."""
         seat.session = session
+        self.num_live += 1
         self._by_session[session] = (group, seat)
 
     def of_session(self, session: SessionId) -> tuple[OpenGroup, Seat] | None:

@@ -171,4 +171,5 @@ def answer_of(turn: TurnEnded) -> Answer:
         completion=interaction.completion,
         usage=usage,
         stop_sequence=turn.stop_sequence,
+        temperature=None if interaction.sampling is None else interaction.sampling.temperature,
     )

@@ -10,9 +10,11 @@ restored when the manager starts.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Hashable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -93,6 +95,22 @@ _MANY = 100_000
 """Concurrency of handlers that wait for the journal: they wait together, so that it can batch their events."""
 
 
+class TemperatureRule(StrEnum):
+    """The temperature at which requests of agents are sampled in training. Evaluations sample as requested."""
+
+    AS_REQUESTED = "as_requested"
+    """Tokens that are sampled at temperature 0 are not trained."""
+    OVERRIDE = "override"
+    """That of trainer.temperature, whatever a request says."""
+    MINIMUM = "minimum"
+    """At least that of trainer.temperature."""
+
+    def bounds(self, temperature: float) -> tuple[float, float]:
+        """Return the lowest and the highest temperature, where that of training is ``temperature``."""
+        low = 0.0 if self is TemperatureRule.AS_REQUESTED else temperature
+        return low, temperature if self is TemperatureRule.OVERRIDE else math.inf
+
+
 @frozen(kw_only=True)
 class SessionsConfig:
     """Lifetimes of sessions."""
@@ -100,6 +118,8 @@ class SessionsConfig:
     lifetimes: SessionSettings = field(factory=SessionSettings)
     sweep_seconds: float = constant(5.0)
     """Interval at which idle sessions are looked for."""
+    temperature_bounds: tuple[float, float] = constant((0.0, math.inf))
+    """The lowest and the highest temperature at which the requests of sessions that are trained are sampled."""
     service_name: str | None = field(default=None, validator=optional(matches_re(SHARD_NAME)))
     """Name of this service behind a shared entry point; part of every session's id and key."""
 
@@ -111,6 +131,7 @@ class _Extras:
     keys: SampleKeys
     permit: int | None = None
     max_tokens: int | None = None
+    is_trained: bool = False
     budget: EpisodeBudget = field(factory=EpisodeBudget)
     attempts: RetryCache[PendingRequest] = field(factory=RetryCache)
     journal: SessionJournal | None = None
@@ -161,6 +182,7 @@ class SessionManager(Actor[Sessions]):
         self._store = SessionStore(token_factory=tokens, settings=self._config.lifetimes)
         self._extras: dict[SessionId, _Extras] = {}
         self._num_retries = 0
+        self._has_seen_greedy = False
         self._planner = RequestPlanner(renderer, token_factory=tokens)
         # One at a time, so that long prompts leave the other cores to short ones.
         self._encoding = anyio.CapacityLimiter(1)
@@ -180,6 +202,8 @@ class SessionManager(Actor[Sessions]):
                 keys=SampleKeys.restore(session.started.sample_key, session.turns),
                 attempts=restore_retry_cache(session, now=now, wall_now=wall_now),
                 journal=self._session_journal(session.id),
+                # Durable sessions are those of external agents, whose rewards are waited for.
+                is_trained=True,
             )
         await self.learn_engine()
         context.tasks.start_soon(self._expire_idle)
@@ -237,6 +261,7 @@ class SessionManager(Actor[Sessions]):
             keys=SampleKeys(base),
             permit=message.permit,
             max_tokens=message.max_tokens,
+            is_trained=message.is_trained,
             budget=EpisodeBudget(limits=message.limits, roles=message.limited_roles),
         )
         return SessionOpened(
@@ -413,7 +438,10 @@ class SessionManager(Actor[Sessions]):
         async with sampling(turn, self._generation) as streams:
             for choice, chunks in zip(turn.choices, streams, strict=True):
                 yield AnswerStarted(
-                    interaction=choice.interaction, num_prompt_tokens=len(turn.plan.token_ids), choice=choice.index
+                    interaction=choice.interaction,
+                    num_prompt_tokens=len(turn.plan.token_ids),
+                    choice=choice.index,
+                    temperature=turn.plan.request.sampling.temperature,
                 )
                 async for chunk in chunks:
                     if message.request.streams_tokens:
@@ -513,6 +541,8 @@ class SessionManager(Actor[Sessions]):
         tag = session.role_of_key(message.credential.key) or request.tag
         if extras.max_tokens is not None and request.sampling.max_new_tokens > extras.max_tokens:
             request = evolve(request, sampling=evolve(request.sampling, max_new_tokens=extras.max_tokens))
+        if extras.is_trained:
+            request = self._temper(request)
         plan = self._planner.plan(session, request)
         num_left = extras.admit(session.tree, request, tag or AGENT_ROLE)
         if num_left is not None and request.sampling.max_new_tokens > num_left:
@@ -528,6 +558,23 @@ class SessionManager(Actor[Sessions]):
         )
         turn.begin_in(extras.attempts, message.attempt)
         return turn
+
+    def _temper(self, request: CompletionRequest) -> CompletionRequest:
+        """Return the request at the temperature that the run wants, before anything is sampled or recorded."""
+        (low, high), asked = self._config.temperature_bounds, request.sampling.temperature
+        temperature = min(max(asked, low), high)
+        if temperature == 0 and not self._has_seen_greedy:
+            self._has_seen_greedy = True
+            _log.warning("greedy_request", detail=_GREEDY)
+        if temperature == asked:
+            return request
+        return evolve(request, sampling=evolve(request.sampling, temperature=temperature))
+
+
+_GREEDY = (
+    "An agent asks for temperature 0, and such tokens are not trained. Give its requests a temperature, or set "
+    "rollout.sampling.temperature: override."
+)
 
 
 def _start_span(message: Complete | StreamComplete) -> Span | None:

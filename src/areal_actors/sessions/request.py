@@ -245,7 +245,12 @@ def replay(answers: tuple[Answer, ...], *, with_tokens: bool = False) -> Iterato
     """Yield finished answers as a stream would have; the deltas join to the same messages."""
     for choice, answer in enumerate(answers):
         message = answer.message
-        yield AnswerStarted(interaction=answer.interaction, num_prompt_tokens=answer.usage.prompt_tokens, choice=choice)
+        yield AnswerStarted(
+            interaction=answer.interaction,
+            num_prompt_tokens=answer.usage.prompt_tokens,
+            choice=choice,
+            temperature=answer.temperature,
+        )
         if with_tokens:
             for chunk in split_completion(answer.completion, num_cached_tokens=answer.usage.cached_tokens):
                 yield SampledTokens(chunk=chunk, choice=choice)
@@ -580,6 +585,7 @@ class Choice:
             completion=completion,
             usage=usage,
             stop_sequence=self._parser.stop_sequence,
+            temperature=request.sampling.temperature,
         )
         self._prepared = interaction, answer
         return self._prepared

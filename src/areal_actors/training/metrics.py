@@ -52,7 +52,7 @@ def count_truncated(groups: Iterable[Group]) -> tuple[int, int]:
 
 
 _UNTRAINED = {
-    None: "were sampled at temperature 0 (give requests a temperature)",
+    None: "were sampled at temperature 0 (give requests a temperature, or set rollout.sampling.temperature)",
     UntrainedReason.CANCELLED: "are of requests that were cancelled",
     UntrainedReason.FAILED: "are of requests that failed",
     UntrainedReason.NOT_STORED: "came with store: false (change that in the agent, or set proxy.honour_store)",

@@ -21,7 +21,7 @@ from areal_actors.dashboard.records import read_records
 from areal_actors.dashboard.run_record import read_record
 from areal_actors.domain import RunStatus
 from areal_actors.errors import RunDirectoryError
-from areal_actors.lib.telemetry import redact, redact_settings
+from areal_actors.lib.telemetry import kind_of, redact, redact_settings
 
 Status = Callable[[], Mapping[str, Mapping[str, Any]]]
 """Returns the statistics of each actor of a run in this process, by name."""
@@ -143,12 +143,12 @@ class ViewedRun:
             if not _is_wanted(record, wanted):
                 continue
             reason = str(record.get("failure"))
-            if reason not in kinds:
+            if (masked := kind_of(reason)) not in kinds:
                 # Tracebacks quote the source line, which may contain a key.
                 first = {key: redact(value) if isinstance(value, str) else value for key, value in record.items()}
                 newest = deque[dict[str, Any]](maxlen=_MAX_EXAMPLES)
-                kinds[reason] = {"reason": redact(reason), "count": 0, "first": first, "newest": newest}
-            kind = kinds[reason]
+                kinds[masked] = {"reason": redact(reason), "count": 0, "first": first, "newest": newest}
+            kind = kinds[masked]
             kind["count"] += 1
             kind["last_version"] = record.get("version")
             kind["newest"].appendleft(

@@ -19,6 +19,7 @@ from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
+from urllib.parse import urlsplit
 
 import anyio
 import httpx
@@ -209,8 +210,56 @@ PLACEHOLDER = "not-needed-on-the-url-of-a-session"
 
 _NAMES = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY")
 
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_DIRECT_NAMES = ("NO_PROXY", "no_proxy")
+
 _users: Counter[str] = Counter()
+_direct: list[tuple[str, ...]] = []
+"""The hosts of the blocks of ``direct_connections`` that are open."""
+_undirected: dict[str, str | None] = {}
+"""The variables before the first of these blocks."""
 _lock = threading.Lock()
+
+
+def proxy_variables(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """Return the variables that send requests of HTTP clients to a proxy, as in the networks of many companies."""
+    names = {"http_proxy", "https_proxy", "all_proxy"}
+    return tuple(sorted(name for name, value in environment.items() if name.lower() in names and value))
+
+
+@contextmanager
+def direct_connections(*hosts: str) -> Iterator[None]:
+    """Have HTTP clients reach loopback and ``hosts`` (or URLs) directly, past a proxy of the environment.
+
+    This holds within the block, for this process and for all that it starts. Without such a proxy, nothing is changed.
+    """
+    if not proxy_variables():
+        yield
+        return
+    with _lock:
+        if not _direct:
+            _undirected.update({name: os.environ.get(name) for name in _DIRECT_NAMES})
+        hosts = tuple(urlsplit(host).hostname or host for host in hosts)
+        _direct.append(hosts)
+        _write_direct()
+    try:
+        yield
+    finally:
+        with _lock:
+            _direct.remove(hosts)
+            _write_direct()
+
+
+def _write_direct() -> None:
+    """Set the variables for all open blocks: runs of one process overlap. Without one, they are as they were."""
+    known = next(filter(None, _undirected.values()), "")
+    wanted = [*known.split(","), *_LOOPBACK, *(host for hosts in _direct for host in hosts)]
+    for name in _DIRECT_NAMES:
+        value = ",".join(dict.fromkeys(filter(None, wanted))) if _direct else _undirected[name]
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 @contextmanager

@@ -29,7 +29,14 @@ from areal_actors.lib.references import import_reference
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.messages import Intake, SettleTaken, TakeSession
 from areal_actors.workflows import context as workflow_context
-from areal_actors.workflows.agents import Agent, Injected, describe_error, placeholder_keys, run_agent
+from areal_actors.workflows.agents import (
+    Agent,
+    Injected,
+    describe_error,
+    direct_connections,
+    placeholder_keys,
+    run_agent,
+)
 from areal_actors.workflows.engine import EpisodeEngine
 from areal_actors.workflows.interactions import is_interactions
 
@@ -285,7 +292,7 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
         async with create_agent_http_client() as http_client, client as session:
             key = session.api_key if self._agents_may_reward else session.completion_key
             injected = Injected(base_url=session.base_url, api_key=key, http_client=http_client)
-            with placeholder_keys():
+            with placeholder_keys(), direct_connections(session.base_url):
                 reward = await run_agent(self.agent, data, injected)
             for interaction, value in reward.by_interaction.items():
                 await session.set_reward(interaction, value)

@@ -173,6 +173,8 @@ class ResponseStream:
         self._created = int(dialect.clock())
         """Seconds since 1970."""
         self._interaction = interaction
+        self._temperature: float | None = None
+        """The temperature that was sampled at, if it is known."""
         self._items: list[_Item] = []
         self._calls: dict[int, _Item] = {}
         self._events: list[tuple[str, dict[str, Any]]] = []
@@ -185,7 +187,7 @@ class ResponseStream:
     def feed(self, item: StreamItem) -> bytes:
         """Return the events of one item."""
         if isinstance(item, AnswerStarted):
-            self._interaction = item.interaction
+            self._interaction, self._temperature = item.interaction, item.temperature
             response = self._format("in_progress", [])
             self._emit("response.created", response=response)
             self._emit("response.in_progress", response=response)
@@ -241,6 +243,7 @@ class ResponseStream:
             "output": output,
             "usage": None,
             **self._parsed.echo,
+            **({} if self._temperature is None else {"temperature": self._temperature}),
         }
 
     def end(self, answer: Answer) -> dict[str, Any]:
@@ -249,7 +252,7 @@ class ResponseStream:
         Raises:
             Unavailable: the engine aborted the answer.
         """
-        was_cut = is_cut(answer)
+        was_cut, self._temperature = is_cut(answer), answer.temperature
         # A response that a stop string ends is complete, as a text is, but not the call in which the stop string was.
         last_status = "incomplete" if was_cut or has_cut_call(answer) else "completed"
         # Parts of the answer that no delta had. The whole text of a repeated answer is one, because it has no deltas.

@@ -1,13 +1,28 @@
 // The page of runs: starts it, draws its head, changes between views, and follows what happens in the runs.
 // Plain modules, no build step.
 
-import { $, describeRun, duration, get, h, isDark, moveTo, number, place, put, readAddress, roving, state } from "./common.js";
+import {
+  $,
+  describeRun,
+  duration,
+  get,
+  h,
+  isDark,
+  moveTo,
+  number,
+  place,
+  put,
+  readAddress,
+  roving,
+  state,
+} from "./common.js";
 import { showConversations } from "./conversations.js";
 import { resizeCurves, showCurves } from "./curves.js";
 import { showFailures, showService, showSettings, showSystem } from "./panels.js";
 import { drawRuns, isBad, statusOf } from "./runs.js";
 
-const TABS = { // title, how it is drawn, and the parts of a run that change it
+const TABS = {
+  // title, how it is drawn, and the parts of a run that change it
   curves: ["Curves", showCurves, ["metrics"]],
   conversations: ["Conversations", showConversations, ["groups", "evaluations", "sessions", "advantages"]],
   service: ["Service", showService, ["served"]],
@@ -28,7 +43,9 @@ async function choose(run, isStep = true) {
 
 /** Tick or untick runs; what is compared changes at once. */
 async function tick(runs, isTicked) {
-  for (const run of runs) if (isTicked) state.ticked.add(run); else state.ticked.delete(run);
+  for (const run of runs)
+    if (isTicked) state.ticked.add(run);
+    else state.ticked.delete(run);
   moveTo({ ticked: [...state.ticked].filter((run) => run !== place.run || state.ticked.size > 1).join("|") });
   drawRuns({ choose, tick });
   await show(["curves", "settings"].includes(place.tab) ? place.tab : "curves");
@@ -61,51 +78,105 @@ async function show(tab, isUpdate = false) {
 // ------------------------------------------------------------------------------------------------- head
 
 function drawHead() {
-  const summary = state.summary, steps = summary.total_steps;
+  const summary = state.summary,
+    steps = summary.total_steps;
   $("title").textContent = summary.name;
   document.title = `${summary.name}: step ${summary.steps}${steps ? ` of ${steps}` : ""}`;
   drawState();
-  const end = { failed: "This run failed. ", killed: "This run was killed. ", interrupted: "Interrupted: " }[summary.status] ?? (summary.reason ? "Ended: " : "");
+  const end =
+    { failed: "This run failed. ", killed: "This run was killed. ", interrupted: "Interrupted: " }[summary.status] ??
+    (summary.reason ? "Ended: " : "");
   const isVerdict = Boolean(summary.verdict);
   $("notice").hidden = !isVerdict && !summary.reason;
-  put($("notice"), summary.reason && h("p", {}, h("b", {}, end), summary.reason), isVerdict && h("p", {}, h("b", {}, "This run does not learn. "), summary.verdict));
-  const change = (first, last) => first === null || first === last ? number(last) : `${number(first)} → ${number(last)}`;
-  const facts = { step: steps ? `${number(summary.steps)} / ${number(steps)}` : number(summary.steps), reward: change(summary.reward_first, summary.reward_last),
-    "held out": change(summary.eval_first, summary.eval_last), time: duration(summary.seconds), "weights version": number(summary.version), model: summary.model };
-  put($("summary"), Object.entries(facts).filter(([, value]) => value).map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))));
+  put(
+    $("notice"),
+    summary.reason && h("p", {}, h("b", {}, end), summary.reason),
+    isVerdict && h("p", {}, h("b", {}, "This run does not learn. "), summary.verdict),
+  );
+  const change = (first, last) =>
+    first === null || first === last ? number(last) : `${number(first)} → ${number(last)}`;
+  const facts = {
+    step: steps ? `${number(summary.steps)} / ${number(steps)}` : number(summary.steps),
+    reward: change(summary.reward_first, summary.reward_last),
+    "held out": change(summary.eval_first, summary.eval_last),
+    time: duration(summary.seconds),
+    "weights version": number(summary.version),
+    model: summary.model,
+  };
+  put(
+    $("summary"),
+    Object.entries(facts)
+      .filter(([, value]) => value)
+      .map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))),
+  );
   drawRuns({ choose, tick });
   const tabs = Object.entries(TABS).filter(([name]) => name !== "service" || summary.is_service);
   if (tabs.length !== $("tabs").childElementCount) {
-    put($("tabs"), tabs.map(([name, [title]]) => h("button", { type: "button", role: "tab", id: `tab-${name}`, "aria-controls": "view",
-      "aria-selected": String(name === place.tab), tabindex: name === place.tab ? 0 : -1, onclick: () => show(name) }, title)));
+    put(
+      $("tabs"),
+      tabs.map(([name, [title]]) =>
+        h(
+          "button",
+          {
+            type: "button",
+            role: "tab",
+            id: `tab-${name}`,
+            "aria-controls": "view",
+            "aria-selected": String(name === place.tab),
+            tabindex: name === place.tab ? 0 : -1,
+            onclick: () => show(name),
+          },
+          title,
+        ),
+      ),
+    );
   }
 }
 
 function drawState() {
-  const status = state.summary ? statusOf(state.summary) : "connecting", isWell = ["live", "running", "serving"].includes(status);
+  const status = state.summary ? statusOf(state.summary) : "connecting",
+    isWell = ["live", "running", "serving"].includes(status);
   $("state").textContent = state.isConnected ? status : "connection lost";
-  $("state").className = `chip ${!state.isConnected || (state.summary && isBad(state.summary)) ? "lost" : isWell ? "live" : ""}`;
+  $("state").className =
+    `chip ${!state.isConnected || (state.summary && isBad(state.summary)) ? "lost" : isWell ? "live" : ""}`;
 }
 
 // ------------------------------------------------------------------------------------------------- events
 
+const GATHER_MILLISECONDS = 200; // the news of all runs come at once
+let changed = [],
+  waiting = null;
+
 function listen() {
   const events = new EventSource("/api/events");
-  events.onopen = () => { state.isConnected = true; drawState(); };
-  events.onerror = () => { state.isConnected = false; drawState(); };
-  events.onmessage = async (event) => {
-    const { run, parts, runs } = JSON.parse(event.data);
-    if (runs) { // a host started or stopped one
-      state.runs = (await get("runs")).runs;
-      if (!describeRun(place.run)) location.reload();
-      drawRuns({ choose, tick });
-    } else if (run === place.run || state.ticked.has(run)) {
-      if (run === place.run && parts.some((part) => ["metrics", "record", "groups", "evaluations"].includes(part))) await refresh();
-      // What is being read stays where it is: lists are renewed, an open conversation is not.
-      const isShown = run === place.run || place.tab === "curves";
-      if (isShown && TABS[place.tab][2].some((part) => parts.includes(part))) await show(place.tab, true);
-    }
+  events.onopen = () => {
+    state.isConnected = true;
+    drawState();
   };
+  events.onerror = () => {
+    state.isConnected = false;
+    drawState();
+  };
+  events.onmessage = (event) => {
+    const { run, parts } = JSON.parse(event.data); // without a run, a host started or stopped one
+    changed.push(...(parts ?? ["record"]).map((part) => [run, part]));
+    waiting ??= setTimeout(update, GATHER_MILLISECONDS);
+  };
+}
+
+/** Draw what has changed. Lists are renewed; a conversation that is being read stays. */
+async function update() {
+  const news = changed;
+  [changed, waiting] = [[], null];
+  if (news.some(([run, part]) => run !== place.run && ["metrics", "record"].includes(part))) {
+    state.runs = (await get("runs")).runs;
+    if (!describeRun(place.run)) return location.reload();
+    drawRuns({ choose, tick });
+  }
+  const own = news.filter(([run]) => run === place.run).map(([, part]) => part);
+  if (own.some((part) => ["metrics", "record", "groups", "evaluations"].includes(part))) await refresh();
+  const shown = place.tab === "curves" ? news.filter(([run]) => state.ticked.has(run)).map(([, part]) => part) : own;
+  if (TABS[place.tab][2].some((part) => shown.includes(part))) await show(place.tab, true);
 }
 
 async function followAddress() {
@@ -115,8 +186,13 @@ async function followAddress() {
   // The first to be seen is the one of the address, one that runs, or the one that changed last.
   const newest = [...state.runs].sort((a, b) => b.is_live - a.is_live || (b.changed_at ?? 0) - (a.changed_at ?? 0))[0];
   const first = describeRun(place.run) ?? newest;
-  if (first === undefined) return put($("view"), h("p", { class: "empty" }, "There is no run yet. It appears here with the first request of its user."));
-  if (place.run !== undefined && place.run !== first.name) put($("view"), h("p", { class: "bad" }, `There is no run ${place.run}.`));
+  if (first === undefined)
+    return put(
+      $("view"),
+      h("p", { class: "empty" }, "There is no run yet. It appears here with the first request of its user."),
+    );
+  if (place.run !== undefined && place.run !== first.name)
+    put($("view"), h("p", { class: "bad" }, `There is no run ${place.run}.`));
   state.ticked.add(first.name);
   place.run = first.name;
   await choose(first.name, false);
@@ -127,7 +203,7 @@ $("theme").addEventListener("click", () => {
   if (state.summary) drawHead();
   show(place.tab);
 });
-roving($("tabs"), "button", { next: ["ArrowRight"], previous: ["ArrowLeft"], onmove: (button) => button.click() });
+roving($("tabs"), "button", { next: "ArrowRight", previous: "ArrowLeft" });
 addEventListener("resize", resizeCurves);
 addEventListener("popstate", followAddress);
 

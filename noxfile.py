@@ -99,6 +99,16 @@ def loaders(session: nox.Session) -> None:
 
 
 @nox.session
+def screenshots(session: nox.Session) -> None:
+    """Test the page of runs in Chromium, with axe; write pictures of it and its load times (minutes)."""
+    install(session, "test")
+    session.install(*CONSTRAINTS, "playwright", "axe-playwright-python")
+    session.run("pytest", "-n", "0", "tests/viewer/test_browser.py", env=ENVIRONMENT)
+    environment = ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())}
+    session.run("python", "-m", "tools.screenshots", *session.posargs, env=environment)
+
+
+@nox.session
 def trackers(session: nox.Session) -> None:
     """Track runs with wandb (offline), MLflow and trackio, resume them, and interrupt one."""
     install(session, "test", "wandb", "mlflow", "trackio")

@@ -80,6 +80,7 @@ def write_run(path: Path, *, num_steps: int = 3) -> RunDirectory:
     }
     other = session | {"version": 2, "task_id": "7", "turns": [], "num_turns": 0, "failure": "gave up", "untrained": []}
     write_lines(directory.sessions, [session, other])
+    write_lines(directory.advantages, [{"step": 2, "turns": {"a": [[0.5, 1], [-0.25, 1]]}}])
     failure = {"task_id": "4", "sample_idx": 0, "version": 1, "turns": 1, "seconds": 1.0, "outcome": "failed"}
     write_lines(
         directory.failures,

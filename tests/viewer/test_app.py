@@ -64,15 +64,19 @@ async def test_page_accepts_a_bearer_token(page):
     client.headers["authorization"] = f"Bearer {url.split('token=')[1]}"
     run = {"run": "shown/trial"}
 
-    shown = {"runs": [{"name": "shown/trial", "is_live": False}], "newest": "shown/trial"}
-    assert shown == (await client.get("/api/runs")).json()
+    (row,) = (await client.get("/api/runs")).json()["runs"]
+    assert ("shown/trial", 3, 0.3, {}) == (row["name"], row["steps"], row["reward_last"], row["settings"])
     assert 3 == (await client.get("/api/run", params=run)).json()["steps"]
-    assert 3 == len((await client.get("/api/metrics", params=run)).json()["records"])
+    curves = (await client.get("/api/curves", params=run | {"key": "reward"})).json()
+    assert ([1.0, 2.0, 3.0], [0.1, 0.2, 0.3]) == (curves["x"], curves["curves"]["shown/trial"]["reward"]["mean"])
+    numbers = await client.get("/api/metrics.csv", params=run)
+    assert "attachment" in numbers.headers["content-disposition"]
+    assert "run,step,version,reward,loss,entropy\r\nshown/trial,1,1,0.1,0.5,1" in numbers.text
     assert 2 == len((await client.get("/api/failures", params=run)).json()["failures"])
-    assert 2 == len((await client.get("/api/sessions", params=run)).json()["sessions"])
     assert 2 == len((await client.get("/api/session", params=run | {"index": 0})).json()["turns"])
     assert 2 == len((await client.get("/api/groups", params=run | {"version": 1})).json()["groups"])
-    assert 2 == len((await client.get("/api/group", params=run | {"version": 1, "task": 0})).json()["rows"])
+    assert 2 == len((await client.get("/api/group", params=run | {"version": 1, "task": 0})).json()["episodes"])
+    assert [] == (await client.get("/api/served", params=run)).json()["sessions"]
 
 
 @pytest.mark.parametrize(
@@ -81,8 +85,21 @@ async def test_page_accepts_a_bearer_token(page):
         ("/api/run?run=other", 404),
         ("/api/run", 404),
         ("/api/session?run=shown/trial&index=9", 404),
-        ("/api/session?run=shown/trial&index=x", 400),
-        ("/api/groups?run=shown/trial&version=one", 400),
+        *(
+            (f"/api/{request}", 400)
+            for request in (
+                "session?run=shown/trial",
+                "session?run=shown/trial&index=x",
+                "group?run=shown/trial&task=0",
+                "groups?run=shown/trial&version=one",
+                "groups?run=shown/trial&trait=odd",
+                "curves?run=shown/trial&axis=mood",
+                "curves?run=shown/trial&low=x",
+                "curves?run=shown/trial&points=",
+                "failures?run=shown/trial&first=x",
+            )
+        ),
+        ("/api/group?run=shown/trial&version=1&task=..%2f..%2fmetrics", 404),
         ("/static/..%2f__init__.py", 404),
         ("/static/app.py", 404),
         ("/elsewhere", 404),
@@ -105,8 +122,8 @@ async def test_page_shows_a_run_without_files(tmp_path):
         client.headers["authorization"] = "Bearer right"
         found = (await client.get("/api/run", params={"run": run.name})).json()
         assert (True, 0, {"trainer": {"num_queued": 2}}) == (found["is_live"], found["steps"], found["actors"])
-        for part in ("failures", "sessions"):
-            assert [] == (await client.get(f"/api/{part}", params={"run": run.name})).json()[part]
+        for path, part in (("failures", "failures"), ("groups", "groups"), ("served", "sessions"), ("curves", "x")):
+            assert [] == (await client.get(f"/api/{path}", params={"run": run.name})).json()[part]
 
 
 async def test_page_events_name_changed_parts(directory):

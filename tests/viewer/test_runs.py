@@ -6,52 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from tests.stacks.run_files import step, write_lines, write_run
+from tests.stacks.run_files import write_lines, write_run
 
 from areal_actors.dashboard import RunDirectory
-from areal_actors.dashboard.records import format_record, rewrite_records
+from areal_actors.domain import InteractionId, RewardSet, SampleKey, SessionId, SessionStarted
 from areal_actors.errors import RunDirectoryError
-from areal_actors.viewer import RecordFilter, find_runs, view_run
-
-
-@given(cuts=st.lists(st.integers(0, 400), max_size=8), num_steps=st.integers(0, 6))
-def test_growing_metrics_are_read_once(tmp_path_factory, cuts, num_steps):
-    """However the writer's bytes are cut into pieces, a reader between them gets each record once, in order."""
-    directory = RunDirectory(path=tmp_path_factory.mktemp("run"))
-    run = view_run(directory)
-    text = b"".join(json.dumps(step(number)).encode() + b"\n" for number in range(num_steps))
-    found, cursor, written = [], "", 0
-    for end in (*sorted(cut for cut in cuts if cut < len(text)), len(text)):
-        with directory.metrics.open("ab") as file:
-            file.write(text[written:end])
-        written = end
-        answer = run.read_metrics(cursor)
-        assert not answer["is_restarted"]
-        found += answer["records"]
-        cursor = answer["cursor"]
-
-    assert [step(number) for number in range(num_steps)] == found
-
-
-def test_replaced_metrics_are_read_from_the_beginning(directory):
-    """A resumed run removes the records of the steps that it repeats."""
-    run = view_run(directory)
-    cursor = run.read_metrics("")["cursor"]
-    rewrite_records(directory.metrics, lambda record: record["step"] < 2)
-
-    answer = run.read_metrics(cursor)
-
-    assert answer["is_restarted"]
-    assert [1] == [record["step"] for record in answer["records"]]
-    assert not run.read_metrics(answer["cursor"])["records"]
-
-
-@pytest.mark.parametrize("cursor", ["", "x", "1:2", "::", "0:99999999", "-1:-5"])
-def test_metrics_accept_any_cursor(directory, cursor):
-    """What a browser sends is not trusted."""
-    assert 3 == len(view_run(directory).read_metrics(cursor)["records"])
+from areal_actors.journal import SqliteJournal
+from areal_actors.viewer import find_runs, view_run
+from areal_actors.viewer.runs import FailureFilter, compare_with_defaults
 
 
 def test_run_description_has_no_secrets(directory):
@@ -59,7 +21,7 @@ def test_run_description_has_no_secrets(directory):
     description = view_run(directory).describe()
 
     assert 3 == description["steps"]
-    assert "experiment_name: shown" in description["config"]
+    assert {"value": "shown", "is_changed": True} == description["all_settings"]["experiment_name"]
     assert "0123456789abcdefghij" not in json.dumps(description, default=str)
 
 
@@ -91,7 +53,7 @@ def test_failures_are_counted_by_kind_without_secrets(directory):
 )
 def test_failures_are_filtered(directory, wanted, counts):
     """By text, kind, purpose, versions and source."""
-    assert counts == [kind["count"] for kind in view_run(directory).list_failures(RecordFilter(**wanted))]
+    assert counts == [kind["count"] for kind in view_run(directory).list_failures(FailureFilter(**wanted))]
 
 
 def test_failures_name_the_newest_of_each_kind(directory):
@@ -99,84 +61,6 @@ def test_failures_name_the_newest_of_each_kind(directory):
     kind = view_run(directory).list_failures()[0]
 
     assert [("4", 2), ("4", 1)] == [(one["task_id"], one["version"]) for one in kind["newest"]]
-
-
-def test_sessions_are_searched_by_text(directory):
-    """The newest is first; a search looks into messages and tokens, in any case."""
-    run = view_run(directory)
-
-    assert [2, 1] == [head["version"] for head in run.list_sessions()]
-    assert [0] == [head["index"] for head in run.list_sessions("FOUR")]
-    assert [] == run.list_sessions("five")
-    assert ["a", "b"] == [turn["id"] for turn in run.read_session(0)["turns"]]
-    assert run.read_session(2) is None
-
-
-def test_groups_list_rewards_by_problem(directory):
-    """Problems are in numerical order; rows say how far they are above the mean of their group."""
-    run = view_run(directory)
-
-    listed = run.list_groups("rollout", 1)["groups"]
-    assert [("0", [0.0, 1.0]), ("11", [1.0, 1.0])] == [(group["task"], group["rewards"]) for group in listed]
-    assert [-0.5, 0.5] == [row["above_mean"] for row in run.read_group("rollout", 1, "0")]
-    assert [2, 2] == [row["trained_tokens"] for row in run.read_group("rollout", 1, "0")]
-    assert [] == run.list_groups("rollout", 5)["groups"]
-    assert [] == run.list_groups("eval-rollout", 1)["groups"]
-
-
-@pytest.mark.parametrize(
-    ("wanted", "tasks"),
-    [
-        ({"query": "ANSWER 1"}, ["easy-3", "0", "11"]),
-        ({"query": "easy"}, ["easy-3"]),
-        ({"query": "five"}, []),
-        ({"is_equal": True}, ["11"]),
-        ({"is_equal": False, "source": ""}, ["0"]),
-        ({"low": 0.6}, ["11"]),
-        ({"low": 0.25, "high": 0.5}, ["easy-3", "0"]),
-        ({"source": "easy"}, ["easy-3"]),
-        ({"source": "hard"}, []),
-    ],
-)
-def test_groups_are_filtered_over_versions(directory, wanted, tasks):
-    """By text, equal rewards, the range of their mean and the source; the newest version is first."""
-    path = directory.rollouts / "2" / "easy-3.jsonl"
-    path.parent.mkdir()
-    path.write_bytes((directory.rollouts / "1" / "0.jsonl").read_bytes())
-
-    found = view_run(directory).list_groups("rollout", None, RecordFilter(**wanted))
-
-    assert tasks == [group["task"] for group in found["groups"]]
-    assert not found["is_cut"]
-
-
-def test_rows_of_a_group_say_why_no_step_trained_them(directory):
-    """``untrained.jsonl`` is read anew, because a resumed run replaces it; its last line may be growing."""
-    run = view_run(directory)
-
-    def reasons() -> list[str | None]:
-        return [row["untrained"] for row in run.read_group("rollout", 1, "0")]
-
-    def record(version: int, member: int, reason: str) -> str:
-        return format_record(
-            {"task_id": "0", "sample_idx": member, "version": version, "head_version": 9, "reason": reason}
-        )
-
-    assert reasons() == [None, None]
-    late = record(1, 0, "run_ended")
-    directory.untrained.write_text(record(0, 0, "too_old") + record(1, 1, "too_old") + late[:9])
-    assert reasons() == [None, "too_old"]
-    with directory.untrained.open("a") as file:
-        file.write(late[9:])
-    assert reasons() == ["run_ended", "too_old"]
-    directory.untrained.unlink()
-    assert reasons() == [None, None]
-
-
-@pytest.mark.parametrize("task", ["../../metrics", "..", "", "/etc/passwd", "0/../0"])
-def test_group_reads_no_file_outside_the_rollouts(directory, task):
-    """A task is a number, never a path."""
-    assert [] == view_run(directory).read_group("rollout", 1, task)
 
 
 def test_signature_changes_with_each_part(directory):
@@ -208,3 +92,31 @@ def test_path_without_runs_is_refused(tmp_path: Path):
     for path in (tmp_path, tmp_path / "absent"):
         with pytest.raises(RunDirectoryError, match=path.name):
             find_runs([path])
+
+
+def test_changed_settings_are_told_from_defaults():
+    """Also those of a section that is absent by default; a setting that is null like its default is not changed."""
+    found = compare_with_defaults("seed: 1\nbatch_size: 3\ndataset: {jsonl: a.jsonl, seed: 0, size: 5}\nsft: null\n")
+
+    assert ["batch_size", "dataset.jsonl", "dataset.size"] == [path for path, one in found.items() if one["is_changed"]]
+    assert {} == compare_with_defaults("a: [")
+
+
+@pytest.mark.anyio
+async def test_sessions_of_a_service_are_read_from_its_journal(tmp_path: Path):
+    """While it runs: user, turns and the feedback that came last; without secrets."""
+    directory = RunDirectory(path=tmp_path)
+    session = SessionId("chat-0-0-AbCdEfGhIjKlMnOpQrStUv")
+    started = SessionStarted(
+        session=session, key_digest=b"k", sample_key=SampleKey(seed=1, path=()), started_at=5.0, user="ada"
+    )
+    async with SqliteJournal.open(directory.journal) as journal:
+        await journal.write(started)
+        for reward in (0.25, 0.75):
+            await journal.write(RewardSet(session=session, interaction=InteractionId("a"), reward=reward))
+        (found,) = view_run(directory).list_served()
+
+    assert ("ada", 5.0, None, 0.75, 1, 0) == tuple(
+        found[name] for name in ("user", "started_at", "ended_at", "reward", "num_rewards", "num_turns")
+    )
+    assert "OpQrStUv" not in found["session"]

@@ -92,10 +92,12 @@ async def test_page_shows_a_user_one_trial(tmp_path: Path) -> None:
             assert await list_names(browser) == ["sums/ada"]
             own, others = {"run": "sums/ada"}, {"run": "sums/bob"}
             described = (await browser.get("/api/run", params=own)).json()
-            assert (described["steps"], described["config"]) == (3, "")
-            assert len((await browser.get("/api/sessions", params=own)).json()["sessions"]) == 2
-            for reader in ("run", "metrics", "failures", "sessions", "session", "groups", "group"):
+            assert (described["steps"], described["settings"], described["all_settings"]) == (3, {}, {})
+            assert len((await browser.get("/api/groups", params=own)).json()["groups"]) == 3
+            for reader in ("run", "curves", "metrics.csv", "failures", "groups", "group", "session", "served"):
                 assert (await browser.get(f"/api/{reader}", params=others | {"index": 0})).status_code == 404
+            both = await browser.get("/api/curves", params={"run": ["sums/ada", "sums/bob"], "key": "reward"})
+            assert list(both.json()["curves"]) == ["sums/ada"]
             shown = [(await browser.get(path)).text for path in ("/", "/api/runs", "/api/run?run=sums/ada")]
             assert key not in "".join(shown)
             assert hosted.host.endpoint.admin_key not in "".join(shown)
@@ -109,8 +111,8 @@ async def test_page_hides_conversations_of_a_shared_trial(tmp_path: Path) -> Non
         await hosted.host.accounts.ask(RevokeKey(key=other))
         async with hosted.visit(key) as browser:
             run = {"run": "teams/red"}
-            assert len((await browser.get("/api/metrics", params=run)).json()["records"]) == 3
-            for reader in ("failures", "sessions", "session", "groups", "group"):
+            assert len((await browser.get("/api/curves", params=run)).json()["x"]) == 3
+            for reader in ("failures", "groups", "group", "session", "served"):
                 refused = await browser.get(f"/api/{reader}", params=run | {"index": 0})
                 assert refused.status_code == 403
                 assert "only the operator" in refused.json()["error"]

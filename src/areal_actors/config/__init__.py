@@ -6,7 +6,14 @@ lists settings, and ``loading`` combines them.
 
 from __future__ import annotations
 
-from areal_actors.config.loading import create_config, format_config, load_config, save_config, settings_class
+from areal_actors.config.loading import (
+    create_config,
+    format_config,
+    load_config,
+    read_defaults,
+    save_config,
+    settings_class,
+)
 from areal_actors.config.reference import format_reference
 from areal_actors.config.schema import (
     AgentConfig,
@@ -32,6 +39,7 @@ __all__ = [
     "format_config",
     "format_reference",
     "load_config",
+    "read_defaults",
     "save_config",
     "settings_class",
 ]

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,11 @@ from areal_actors.config.structure import (
     Resolver,
     TypedText,
     create_converter,
+    default_of,
+    is_required,
     nearest,
     resolve_path,
+    settings_of,
 )
 from areal_actors.datasets import DataPath, HubDataset, ProblemsReference
 from areal_actors.errors import ConfigError
@@ -168,6 +172,25 @@ def save_config(config: RunConfig, path: Path) -> None:
 def format_config(config: RunConfig) -> str:
     """Return a configuration as YAML with every setting written out, as ``save_config`` writes it."""
     return format_yaml(plain(create_converter(Path()).unstructure(config, RunConfig)))
+
+
+def read_defaults(cls: type = RunConfig) -> dict[str, Any]:
+    """Return the settings of ``cls`` that have a default, as ``save_config`` would write them.
+
+    A section that is absent by default has the defaults of its settings.
+    """
+    converter = create_converter(Path())
+    found: dict[str, Any] = {}
+    for name, one in settings_of(cls).items():
+        # A default that is computed from other settings is known for a whole configuration only.
+        with suppress(AttributeError):
+            value = None if is_required(one) else default_of(one)
+            sections = sections_of(one.type)
+            if value is None and len(sections) == 1:
+                found[name] = read_defaults(sections[0])
+            elif not is_required(one):
+                found[name] = plain(converter.unstructure(value))
+    return found
 
 
 def settings_class(path: str = "") -> type:

@@ -10,7 +10,8 @@
       metrics.jsonl      one JSON object per step (docs/metrics.md)
       failures.jsonl     one JSON object for each episode that failed
       untrained.jsonl    one JSON object for each successful episode that no step trained
-      sessions.jsonl     a sample of conversations, for the report
+      sessions.jsonl     a sample of conversations, for the page and the report
+      advantages.jsonl   the advantages with which turns of these conversations were trained
       rollout/           <version>/<task>.jsonl: every training row as text
       eval-rollout/      the same of evaluations
       capture/           step-<n>.jsonl: rows that failed the capture check and stopped the run before step n
@@ -76,6 +77,7 @@ class RunDirectory:
     metrics = _Entry("metrics.jsonl")
     failures = _Entry("failures.jsonl")
     sessions = _Entry("sessions.jsonl")
+    advantages = _Entry("advantages.jsonl")
     rollouts = _Entry("rollout")
     eval_rollouts = _Entry("eval-rollout")
     untrained = _Entry("untrained.jsonl")

@@ -18,7 +18,7 @@ from typing import Any
 from attrs import asdict, frozen
 
 from areal_actors.dashboard.files import RunDirectory
-from areal_actors.dashboard.records import RecordFile, read_records, rewrite_records
+from areal_actors.dashboard.records import RecordFile, parse_records, read_records, rewrite_records
 from areal_actors.dashboard.reporter import Listener
 from areal_actors.dashboard.verdict import CAUSES, find_causes, find_verdict
 from areal_actors.kernel import Message
@@ -233,13 +233,9 @@ def read_new_records(path: Path, cursor: str) -> NewRecords:
         return NewRecords(is_restarted=cursor != "")
     # A line without its end may still be growing, or be what a killed process left.
     whole = piece[: piece.rfind(b"\n") + 1]
-    records = []
-    for line in whole.splitlines():
-        # A line that two writers damaged costs itself, not the curve.
-        with suppress(ValueError):
-            records.append(json.loads(line))
     return NewRecords(
-        records=tuple(record for record in records if isinstance(record, dict)),
+        # A line that two writers damaged costs itself, not the curve.
+        records=tuple(parse_records(whole.splitlines())),
         cursor=f"{inode}:{start + len(whole)}",
         is_restarted=cursor != "" and not is_continued,
     )

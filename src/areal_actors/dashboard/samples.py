@@ -2,14 +2,15 @@
 
 ``describe_session`` converts a session and its episode to plain data: each turn with its new messages, the text of each
 sampled token with its log-probability, which of them were trained, under which versions, and why others were not.
-``SessionSampler`` keeps a bounded number of such records in ``sessions.jsonl``: the first few episodes of every
-version, and when there are too many, those of every second version, every fourth, and so on.
+``SessionSampler`` keeps a bounded number of such records in ``sessions.jsonl``: the whole group of the first problem of
+every version and a few other episodes, and when there are too many, those of every second version, every fourth, and so
+on. ``advantages.jsonl`` has the advantages with which their turns were trained, which are known only later.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,12 @@ from areal_actors.domain import (
 )
 from areal_actors.kernel import Message
 from areal_actors.lib.telemetry import redact
-from areal_actors.messages import Progress, SessionArchived
+from areal_actors.messages import GroupsTrained, Progress, SessionArchived
 
-_NUM_PER_VERSION = 4
+_NUM_MEMBERS = 8
+"""Episodes of the problem of each version whose group is kept, so that its answers can be compared."""
+_NUM_OTHERS = 2
+"""Episodes of other problems, of each version, purpose and outcome."""
 _MAX_TURNS = 64
 _MAX_TOKENS = 2048
 _MAX_TEXT = 8_000
@@ -39,9 +43,9 @@ _MAX_TEXT = 8_000
 
 
 class SessionSampler(Listener):
-    """Writes ``sessions.jsonl``, with at most ``max_sessions`` records.
+    """Writes ``sessions.jsonl`` with at most ``max_sessions`` records, and ``advantages.jsonl`` of trained ones.
 
-    ``num_per_version`` limits those of each version, purpose and outcome; by default there are a few.
+    ``num_per_version`` limits the records of each version, purpose and outcome; by default there are a few.
     """
 
     name = "sessions.jsonl"
@@ -63,30 +67,48 @@ class SessionSampler(Listener):
         self._num_per_version = num_per_version
         self._resumed_step = resumed_step
         self._file = RecordFile(path, is_private=True)
+        self._advantages = RecordFile(path.with_name("advantages.jsonl"))
         self._stride = 1
         self._versions: list[int] = []
-        self._seen: Counter[tuple[int, bool, bool]] = Counter()
+        self._turns: set[str] = set()
+        """The ids of the turns in the file."""
+        self._leads: dict[tuple[int, bool], str] = {}
+        """The problem of each version and purpose whose group is kept."""
+        self._seen: Counter[tuple[int, bool, bool, bool]] = Counter()
 
     def open(self) -> None:
-        """Remove the sessions of episodes that may be repeated."""
+        """Remove the sessions of episodes that may be repeated, and the advantages of steps that will be."""
         limit = self._resumed_step or 0
-        kept = rewrite_records(self._path, lambda record: int(record["version"]) < limit)
-        self._versions = [record["version"] for record in kept]
+        self._keep(lambda record: int(record["version"]) < limit)
+        rewrite_records(self._advantages.path, lambda record: record["step"] <= limit)
 
     def on_event(self, news: Message[Progress, None]) -> None:
-        """Keep the session if it is among the first of its version and kind. Raises ``OSError``."""
-        if not isinstance(news, SessionArchived):
-            return
-        version = sampled_version(news.record.interactions)
-        kind = (version, news.is_eval, news.episode.failure is not None)
+        """Keep the session if it is among the first of its version and kind, or its advantages. Raises ``OSError``."""
+        if isinstance(news, GroupsTrained):
+            found = {turn: runs for turn, runs in news.advantages.items() if turn in self._turns}
+            if found:
+                self._advantages.append({"step": news.step, "turns": found})
+        elif isinstance(news, SessionArchived):
+            version = sampled_version(news.record.interactions)
+            if self._is_wanted(news, version):
+                self._add(news, version)
+
+    def _is_wanted(self, news: SessionArchived, version: int) -> bool:
+        task = news.problem.task
+        # The next version may have sampled the last members of a group.
+        before = self._leads.get((version - 1, news.is_eval))
+        is_member = task == before or task == self._leads.setdefault((version, news.is_eval), task)
+        kind = (version, news.is_eval, news.episode.failure is not None, is_member)
         self._seen[kind] += 1
-        num = _NUM_PER_VERSION // 2 if news.is_eval else _NUM_PER_VERSION
-        most = min(self._num_per_version or num, self._max)
-        if version % self._stride or self._seen[kind] > most:
-            return
+        most = min(self._num_per_version or (_NUM_MEMBERS if is_member else _NUM_OTHERS), self._max)
+        return version % self._stride == 0 and self._seen[kind] <= most
+
+    def _add(self, news: SessionArchived, version: int) -> None:
+        """Append the session, and remove others if there are too many."""
         described = describe_session(news, version=version, decode=self._decode, masks_truncated=self._masks_truncated)
         self._file.append(described)
         self._versions.append(version)
+        self._turns.update(turn["id"] for turn in described["turns"])
         if len(self._versions) <= self._max:
             return
         # Keep every second version, every fourth, … until at least half of the records are free. The stride is doubled,
@@ -95,17 +117,22 @@ class SessionSampler(Listener):
             self._versions
         ):
             self._stride *= 2
-        self._file.close()
         # One version alone may have more records than there is room for.
         room = iter(range(self._max))
-        kept = rewrite_records(
-            self._path, lambda record: record["version"] % self._stride == 0 and next(room, None) is not None
-        )
+        self._keep(lambda record: record["version"] % self._stride == 0 and next(room, None) is not None)
+
+    def _keep(self, is_kept: Callable[[dict[str, Any]], bool]) -> None:
+        """Remove the other sessions from the file, and their advantages."""
+        self.close()
+        kept = rewrite_records(self._path, is_kept)
         self._versions = [record["version"] for record in kept]
+        self._turns = {turn["id"] for record in kept for turn in record["turns"]}
+        rewrite_records(self._advantages.path, lambda record: not self._turns.isdisjoint(record["turns"]))
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the files."""
         self._file.close()
+        self._advantages.close()
 
 
 def sampled_version(interactions: Iterable[Interaction]) -> int:

@@ -94,6 +94,11 @@ class GroupsTrained(Message[Progress, None]):
 
     step: int
     tasks: tuple[str, ...] = ()
+    advantages: Mapping[str, tuple[tuple[float, int], ...]] = field(factory=dict, repr=False)
+    """The advantages of the sampled tokens of each turn, by the id of its interaction: runs of ``(advantage, count)``.
+
+    Tokens off the loss mask have 0. Turns beyond a limit on the size of the message are left out.
+    """
 
 
 @frozen(kw_only=True)

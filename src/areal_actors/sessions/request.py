@@ -585,7 +585,7 @@ class Choice:
             completion=completion,
             usage=usage,
             stop_sequence=self._parser.stop_sequence,
-            temperature=request.sampling.temperature,
+            temperature=self._plan.request.sampling.temperature,
         )
         self._prepared = interaction, answer
         return self._prepared

@@ -360,7 +360,7 @@ class TrainerActor(Actor[Training]):
         step, every = self.version, self.plan.rows_every_steps
         if batch.id >= 0:  # not a batch to imitate
             tasks = tuple(group.problem.task for group in batch.groups)
-            await self._tell(GroupsTrained(step=step, tasks=tasks))
+            await self._tell(GroupsTrained(step=step, tasks=tasks, advantages=recorder.advantages()))
         if every and step % every == 0:
             await self._tell(RowsTrained(step=step, rows=recorder.rows()))
 

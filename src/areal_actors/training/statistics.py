@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -177,6 +178,10 @@ def _gather(arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[np.float64]:
     return np.concatenate([np.zeros(0), *arrays])
 
 
+_MAX_RUNS = 100_000
+"""Runs of equal advantages in the news of a step. A critic gives each token its own, and the reporter may be remote."""
+
+
 @define
 class RowRecorder:
     """Collects the rows of a step. In a gang only the first rank needs one: all ranks know all log-probabilities."""
@@ -205,6 +210,28 @@ class RowRecorder:
             for episode in group.episodes
             for row in episode.trajectories
         }
+
+    def advantages(self) -> dict[str, tuple[tuple[float, int], ...]]:
+        """Return the advantages of the sampled tokens of each turn, as ``GroupsTrained`` has them."""
+        found: dict[str, tuple[tuple[float, int], ...]] = {}
+        num_left = _MAX_RUNS
+        for row in self._rows:
+            trajectory = row.trajectory
+            sampled = np.flatnonzero(trajectory.turns >= 0)
+            turns = trajectory.turns[sampled]
+            values = np.where(trajectory.loss_mask == 1, row.advantages, 0)[sampled]
+            for own in np.split(np.arange(len(turns)), np.flatnonzero(np.diff(turns)) + 1):
+                if not len(own):  # a row without sampled tokens
+                    continue
+                turn = trajectory.interactions[turns[own[0]]]
+                # Of a turn that several branches share, one trains the tokens.
+                if turn in found and not values[own].any():
+                    continue
+                found[turn] = tuple((float(f"{value:.4g}"), len(list(run))) for value, run in groupby(values[own]))
+                num_left -= len(found[turn])
+            if num_left < 0:
+                break
+        return found
 
     def rows(self) -> tuple[TrainedRow, ...]:
         """Return the rows, in the order of the batch."""

@@ -1,7 +1,7 @@
 """The page of runs in a browser: curves, groups, conversations and failures, live or from a run directory alone.
 
-``runs`` reads run directories as plain data, ``app`` serves that data and the page in ``static`` to the owner of a
-token, and ``open_page`` holds its server open. Nothing is
+``runs``, ``curves`` and ``conversations`` read run directories as plain data, ``app`` serves that data and the page in
+``static`` to the owner of a token, and ``open_page`` holds its server open. Nothing is
 read while no browser looks. The page has no build step and loads nothing from other hosts; charts are drawn by the
 vendored uPlot (MIT).
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from areal_actors.viewer.app import PollIntervals, create_page, open_page, run_viewer
 from areal_actors.viewer.runs import (
-    RecordFilter,
     ViewedRun,
     describe_runs,
     find_runs,
@@ -20,7 +19,6 @@ from areal_actors.viewer.runs import (
 
 __all__ = [
     "PollIntervals",
-    "RecordFilter",
     "ViewedRun",
     "create_page",
     "describe_runs",

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 import orjson
@@ -31,7 +31,11 @@ from areal_actors.errors import RequestError
 from areal_actors.lib.bearer_keys import read_bearer
 from areal_actors.lib.task_groups import open_tasks
 from areal_actors.proxy.server import listen, serve_shielded, url_of
-from areal_actors.viewer.runs import Access, RecordFilter, ViewedRun, find_runs
+from areal_actors.viewer.conversations import GroupFilter, Trait
+from areal_actors.viewer.curves import Axis, format_csv, sample_curves
+from areal_actors.viewer.runs import Access, FailureFilter, ViewedRun, find_runs
+
+T = TypeVar("T")
 
 STATIC = Path(__file__).parent / "static"
 PAGE_HEADERS = {
@@ -57,8 +61,6 @@ class PollIntervals:
 
 DEFAULT_INTERVALS = PollIntervals()
 
-Read = Callable[[ViewedRun, Request], Any]
-
 Find = Callable[[Request], Awaitable[Mapping[str, ViewedRun]]]
 """Returns the runs that the sender of a request may see. Raises ``RequestError``."""
 Describe = Callable[[Mapping[str, ViewedRun]], Awaitable[list[dict[str, Any]]]]
@@ -77,7 +79,7 @@ def create_page(
         return runs
 
     async def describe(found: Mapping[str, ViewedRun]) -> list[dict[str, Any]]:
-        return [{"name": run.name, "is_live": run.status is not None} for run in found.values()]
+        return [{"name": name} for name in found]
 
     return _Guarded(create_app(find, describe=describe, stopping=stopping, intervals=intervals), token)
 
@@ -92,34 +94,40 @@ def create_app(
 ) -> Starlette:
     """Return the application of a page, with ``more`` routes.
 
-    ``describe`` lists runs for its head; streams end when ``stopping`` is set.
+    ``describe`` adds facts to the table of runs; streams end when ``stopping`` is set.
     """
 
     async def list_runs(request: Request) -> Response:
         found = await find(request)
-        newest = max(found.values(), key=lambda run: run.changed_at, default=None)
-        return _answer({"runs": await describe(found), "newest": newest and newest.name})
+        facts = {row["name"]: row for row in await describe(found)}
+        rows = await to_thread.run_sync(lambda: [run.summarize() for run in found.values()])
+        return _answer({"runs": [row | facts.get(row["name"], {}) for row in rows]})
 
     async def events(request: Request) -> Response:
         await find(request)
         changes = _changes(request, find, describe, stopping or anyio.Event(), intervals)
         return StreamingResponse(changes, media_type="text/event-stream")
 
-    def answering(name: str, read: Read) -> Callable[[Request], Awaitable[Response]]:
+    def answering(resource: _Resource) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
-            run = (await find(request)).get(request.query_params.get("run", ""))
-            if run is None:
+            known = await find(request)
+            names = request.query_params.getlist("run")
+            runs = [known[name] for name in names if name in known]
+            # A run that is gone leaves a comparison, and does not end it.
+            if not runs or (len(names) == 1 and len(runs) != 1):
                 return _answer({"error": "There is no such run."}, status=404)
-            if run.access is Access.CURVES and name in _PRIVATE:
+            if resource.is_private and any(run.access is Access.CURVES for run in runs):
                 hidden = "Several users share this run, so that only the operator of the host sees this."
                 return _answer({"error": hidden}, status=403)
             try:
                 # Files are read on a thread, since a disk may be slow and the event loop is that of a run.
-                found = await to_thread.run_sync(read, run, request)
+                found = await to_thread.run_sync(resource.read, runs, request)
             except ValueError as error:
                 return _answer({"error": f"The request cannot be understood: {error}"}, status=400)
             except OSError as error:
                 return _answer({"error": f"The files of the run cannot be read: {error}"}, status=500)
+            if isinstance(found, Response):
+                return found
             return _answer(found) if found is not None else _answer({"error": "There is no such record."}, status=404)
 
         return endpoint
@@ -130,7 +138,7 @@ def create_app(
         Mount("/static", StaticFiles(directory=STATIC)),
         Route("/api/runs", list_runs),
         Route("/api/events", events),
-        *(Route(f"/api/{name}", answering(name, read)) for name, read in _READERS.items()),
+        *(Route(f"/api/{name}", answering(resource)) for name, resource in _RESOURCES.items()),
     ]
     return Starlette(routes=routes, exception_handlers={RequestError: _refuse})
 
@@ -143,52 +151,82 @@ async def _refuse(_: Request, error: Exception) -> Response:
     return _answer({"error": str(error)}, status=401)
 
 
-_PRIVATE = frozenset({"failures", "sessions", "session", "groups", "group"})
-"""What holds texts of episodes."""
-_READERS: dict[str, Read] = {
-    "run": lambda run, _: run.describe(),
-    "metrics": lambda run, request: run.read_metrics(request.query_params.get("after", "")),
-    "failures": lambda run, request: {"failures": run.list_failures(_filter(request))},
-    "sessions": lambda run, request: {"sessions": run.list_sessions(request.query_params.get("query", ""))},
-    "session": lambda run, request: run.read_session(int(request.query_params.get("index", ""))),
-    "groups": lambda run, request: run.list_groups(_kind(request), _version(request), _filter(request)),
-    "group": lambda run, request: {
-        "rows": run.read_group(_kind(request), _version(request) or 0, request.query_params.get("task", ""))
-    },
+@frozen
+class _Resource:
+    """What a path of the API answers with: reads one run or several, and is private if it holds texts of episodes."""
+
+    read: Callable[[Sequence[ViewedRun], Request], Any]
+    is_private: bool = True
+
+
+def _send_curves(runs: Sequence[ViewedRun], request: Request) -> Any:
+    given = request.query_params
+    return sample_curves(
+        {run.name: run.metrics.read() for run in runs},
+        keys=given.getlist("key"),
+        axis=Axis(given.get("axis", Axis.STEP)),
+        num_points=int(given.get("points", "400")),
+        **{bound: float(given[bound]) for bound in ("low", "high") if given.get(bound)},
+    )
+
+
+def _send_csv(runs: Sequence[ViewedRun], _: Request) -> Response:
+    headers = {"content-disposition": 'attachment; filename="metrics.csv"'}
+    return Response(format_csv({run.name: run.metrics.read() for run in runs}), media_type="text/csv", headers=headers)
+
+
+def _send_group(runs: Sequence[ViewedRun], request: Request) -> Any:
+    given = request.query_params
+    task, version = given.get("task", ""), int(given.get("version", ""))
+    return runs[0].conversations.read_group(given.get("kind", "rollout"), version, task)
+
+
+_RESOURCES = {
+    "run": _Resource(lambda runs, _: runs[0].describe(), is_private=False),
+    "curves": _Resource(_send_curves, is_private=False),
+    "metrics.csv": _Resource(_send_csv, is_private=False),
+    "failures": _Resource(
+        lambda runs, request: {"failures": runs[0].list_failures(_parse_filter(request, FailureFilter, _OF_FAILURES))}
+    ),
+    "groups": _Resource(
+        lambda runs, request: runs[0].conversations.list_groups(_parse_filter(request, GroupFilter, _OF_GROUPS))
+    ),
+    "group": _Resource(_send_group),
+    "session": _Resource(
+        lambda runs, request: runs[0].conversations.read_session(int(request.query_params.get("index", "")))
+    ),
+    "served": _Resource(lambda runs, _: {"sessions": runs[0].list_served()}),
 }
 
-
-def _kind(request: Request) -> str:
-    return request.query_params.get("kind", "rollout")
-
-
-_PARAMETERS: dict[str, tuple[str, Callable[[str], Any]]] = {
+_Parameters = Mapping[str, tuple[str, Callable[[str], Any]]]
+"""The parameters of a filter: its field, and how the text is parsed. Empty ones are ignored."""
+_OF_GROUPS: _Parameters = {
+    "kind": ("kind", str),
+    "version": ("version", int),
     "query": ("query", str),
     "source": ("source", str),
     "low": ("low", float),
     "high": ("high", float),
-    "equal": ("is_equal", "yes".__eq__),
+    "trait": ("trait", Trait),
+}
+_OF_FAILURES: _Parameters = {
+    "query": ("query", str),
+    "source": ("source", str),
     "outcome": ("outcome", str),
     "eval": ("is_eval", "yes".__eq__),
     "first": ("first_version", int),
     "last": ("last_version", int),
 }
-"""The parameters of a filter: its field, and how the text is parsed. Empty ones are ignored."""
 
 
-def _filter(request: Request) -> RecordFilter:
+def _parse_filter(request: Request, kind: Callable[..., T], parameters: _Parameters) -> T:
     given = request.query_params
-    found = {name: parse(given[key]) for key, (name, parse) in _PARAMETERS.items() if given.get(key)}
-    return RecordFilter(**found)
-
-
-def _version(request: Request) -> int | None:
-    text = request.query_params.get("version", "")
-    return int(text) if text else None
+    return kind(**{name: parse(given[key]) for key, (name, parse) in parameters.items() if given.get(key)})
 
 
 def _answer(document: Any, *, status: int = 200) -> Response:
-    return Response(orjson.dumps(document, default=str), status, media_type="application/json")
+    text = orjson.dumps(document, default=str, option=orjson.OPT_SERIALIZE_NUMPY)
+    return Response(text, status, media_type="application/json")
 
 
 async def _changes(

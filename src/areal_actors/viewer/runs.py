@@ -2,38 +2,40 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import re
+import sqlite3
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from attrs import asdict, evolve, frozen
+import yaml
+from attrs import Factory, evolve, field, frozen
 
+from areal_actors.config import read_defaults
 from areal_actors.dashboard import RunDirectory, summarize_run
-from areal_actors.dashboard.metrics import read_new_records
 from areal_actors.dashboard.records import read_records
 from areal_actors.dashboard.run_record import read_record
 from areal_actors.domain import RunStatus
 from areal_actors.errors import RunDirectoryError
 from areal_actors.lib.telemetry import kind_of, redact, redact_settings
+from areal_actors.viewer.conversations import MAX_CHANGING, Conversations, list_versions
+from areal_actors.viewer.curves import MetricsTable
 
+T = TypeVar("T")
 Status = Callable[[], Mapping[str, Mapping[str, Any]]]
 """Returns the statistics of each actor of a run in this process, by name."""
 
-_MAX_TASKS = 256
-_MAX_CONFIG = 40_000
 _MAX_FAILURES = 200
-_MAX_FILES = 4096
-"""Files of groups that one search reads, the newest versions first."""
 _MAX_EXAMPLES = 20
-_MAX_CHANGING = 32
-"""Versions whose groups may still be written: more than any staleness."""
+_MAX_SERVED = 200
+"""Sessions of a service that are listed, the newest first."""
+_NAMES = ("experiment_name", "trial_name", "fileroot")
+"""Settings that differ between any two runs."""
 
 
 class Access(StrEnum):
@@ -47,27 +49,42 @@ class Access(StrEnum):
 
 
 @frozen(kw_only=True)
-class RecordFilter:
-    """Which groups or failures are listed: those that match all that is set."""
+class FailureFilter:
+    """Which failures are listed: those that match all that is set."""
 
     query: str = ""
-    """In the name of the problem, in a reason or traceback, or in what the model read or wrote, in any case."""
+    """In the name of the problem, in a reason or a traceback, in any case."""
     source: str | None = None
     """The dataset of the problem, in a run of several."""
-    low: float = -math.inf
-    high: float = math.inf
-    """Bounds of a group's mean reward."""
-    is_equal: bool | None = None
-    """Whether all rows of a group have the same reward, so that nothing is learned from them."""
     outcome: str | None = None
-    """Of a failure: ``failed``, ``rejected`` or ``cut_short``."""
+    """``failed``, ``rejected`` or ``cut_short``."""
     is_eval: bool | None = None
     first_version: int = 0
     last_version: float = math.inf
     """The versions under which failed episodes began."""
 
 
-EVERYTHING = RecordFilter()
+ALL_FAILURES = FailureFilter()
+
+
+class FileCache:
+    """What was read from files, until they change."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Path, str], tuple[tuple[int, int, int], Any]] = {}
+
+    def get(self, path: Path, read: Callable[[], T]) -> T:
+        """Return what ``read`` reads from ``path``, which need not exist."""
+        state = (0, 0, 0)
+        with suppress(OSError):
+            found = path.stat()
+            state = (found.st_ino, found.st_size, found.st_mtime_ns)
+        name = (path, getattr(read, "__name__", ""))
+        known = self._known.get(name)
+        if known is None or known[0] != state:
+            known = self._known[name] = (state, read())
+        value: T = known[1]
+        return value
 
 
 @frozen(kw_only=True)
@@ -78,23 +95,56 @@ class ViewedRun:
     directory: RunDirectory
     status: Status | None = None
     access: Access = Access.ALL
+    metrics: MetricsTable = field(
+        default=Factory(lambda self: MetricsTable(self.directory.metrics), takes_self=True), eq=False, repr=False
+    )
+    _cache: FileCache = field(factory=FileCache, eq=False, repr=False)
 
-    def describe(self) -> dict[str, Any]:
-        """Return the summary, the verdict, the settings without secrets, and what there is to look at."""
-        summary = summarize_run(self.directory).to_json()
+    @property
+    def conversations(self) -> Conversations:
+        """The groups and conversations of the run."""
+        return Conversations(self.directory)
+
+    def summarize(self) -> dict[str, Any]:
+        """Return a row of the table of runs: state, steps, rewards, verdict, times, and changed settings by path."""
+        record = read_record(self.directory)
+        settings = self._read_settings()
+        status = "unknown" if self.directory.is_worth_keeping else "not begun"
         return {
             "name": self.name,
             "is_live": self.status is not None,
-            "record": None if (record := read_record(self.directory)) is None else asdict(record),
-            "has_begun": self.directory.is_worth_keeping,
-            **summary,
-            "config": self._read_settings() if self.access is Access.ALL else "",
-            "versions": {
-                "rollout": _versions(self.directory.rollouts),
-                "eval-rollout": _versions(self.directory.eval_rollouts),
+            "status": status if record is None else record.status,
+            "reason": record and record.reason,
+            "is_service": bool(record and record.is_service) or self.directory.journal.exists(),
+            "began": record and record.began,
+            "ended": record and record.ended,
+            "changed_at": self.changed_at,
+            **self._cache.get(self.directory.metrics, self._summarize),
+            "total_steps": settings.get("total_steps", {}).get("value"),
+            # For groups of seeds; runs of one experiment differ in few settings.
+            "settings": {
+                path: setting["value"]
+                for path, setting in settings.items()
+                if (setting["is_changed"] or path == "seed") and path not in _NAMES and self.access is Access.ALL
             },
+        }
+
+    def describe(self) -> dict[str, Any]:
+        """Return the row of the run, all settings without secrets, and what there is to look at."""
+        sources = {match[1] for key in self.metrics.read() if (match := re.match(r"source/([^/]+)/", key))}
+        return {
+            **self.summarize(),
+            "all_settings": self._read_settings() if self.access is Access.ALL else {},
+            "versions": {
+                "rollout": list_versions(self.directory.rollouts),
+                "eval-rollout": list_versions(self.directory.eval_rollouts),
+            },
+            "sources": sorted(sources),
             "actors": {} if self.status is None else dict(self.status()),
         }
+
+    def _summarize(self) -> dict[str, Any]:
+        return summarize_run(self.directory).to_json()
 
     @property
     def changed_at(self) -> float:
@@ -105,11 +155,14 @@ class ViewedRun:
                 times.append(file.stat().st_mtime)
         return max(times)
 
-    def _read_settings(self) -> str:
-        """Return ``config.yaml`` without secrets."""
+    def _read_settings(self) -> dict[str, dict[str, Any]]:
+        """Return each setting by its path, without secrets: its ``value``, and whether it ``is_changed``."""
+        return self._cache.get(self.directory.config, self._parse_settings)
+
+    def _parse_settings(self) -> dict[str, dict[str, Any]]:
         path = self.directory.config
         text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-        return redact_settings(text)[:_MAX_CONFIG]
+        return compare_with_defaults(text)
 
     def signature(self) -> dict[str, str]:
         """Return a text for each part of the run that differs whenever the part has changed. Costs a few stat calls."""
@@ -118,8 +171,10 @@ class ViewedRun:
             "metrics": self.directory.metrics,
             "failures": self.directory.failures,
             "sessions": self.directory.sessions,
+            "advantages": self.directory.advantages,
             "groups": self.directory.rollouts,
             "evaluations": self.directory.eval_rollouts,
+            "served": self.directory.journal.with_name(f"{self.directory.journal.name}-wal"),
         }
         found = dict.fromkeys(parts, "")
         for part, path in parts.items():
@@ -127,16 +182,12 @@ class ViewedRun:
                 own = path.stat()
                 # A directory of groups changes with its newest versions, whose directories have the times of their
                 # newest files. Looking at all versions took 18 ms after 3,000 steps, each time.
-                newest = _versions(path)[-_MAX_CHANGING:]
+                newest = list_versions(path)[-MAX_CHANGING:]
                 times = ((path / str(version)).stat().st_mtime_ns for version in newest)
                 found[part] = f"{own.st_ino}:{own.st_size}:{own.st_mtime_ns}:{max(times, default=0)}"
         return found
 
-    def read_metrics(self, cursor: str) -> dict[str, Any]:
-        """Return the records of ``metrics.jsonl`` after ``cursor``, as ``read_new_records`` does."""
-        return asdict(read_new_records(self.directory.metrics, cursor))
-
-    def list_failures(self, wanted: RecordFilter = EVERYTHING) -> list[dict[str, Any]]:
+    def list_failures(self, wanted: FailureFilter = ALL_FAILURES) -> list[dict[str, Any]]:
         """Return the kinds of failures: how often each happened, the first episode that had it, and the newest."""
         kinds: dict[str, dict[str, Any]] = {}
         for record in read_records(self.directory.failures):
@@ -157,73 +208,33 @@ class ViewedRun:
         found = sorted(kinds.values(), key=lambda kind: -kind["count"])[:_MAX_FAILURES]
         return [kind | {"newest": list(kind["newest"])} for kind in found]
 
-    def list_sessions(self, query: str = "") -> list[dict[str, Any]]:
-        """Return the heads of the sampled conversations, newest first; with ``query``, of those that contain it."""
-        heads = []
-        for index, record in enumerate(read_records(self.directory.sessions)):
-            if query and query.casefold() not in json.dumps(record, ensure_ascii=False).casefold():
-                continue
-            head = {key: value for key, value in record.items() if key not in ("turns", "untrained")}
-            heads.append({**head, "index": index, "has_untrained": bool(record.get("untrained"))})
-        return heads[::-1]
-
-    def read_session(self, index: int) -> dict[str, Any] | None:
-        """Return one conversation with its tokens; ``None`` if there is none at ``index``."""
-        for place, record in enumerate(read_records(self.directory.sessions)):
-            if place == index:
-                return record
-        return None
-
-    def list_groups(self, kind: str, version: int | None, wanted: RecordFilter = EVERYTHING) -> dict[str, Any]:
-        """Return the ``groups`` of episodes that began under ``version``: each problem with the rewards of its rows.
-
-        Without a version those of all, the newest first. ``is_cut`` says whether there are too many to list all.
-        """
-        root = self.directory.eval_rollouts if kind == "eval-rollout" else self.directory.rollouts
-        versions = _versions(root)[::-1] if version is None else [version]
-        groups: list[dict[str, Any]] = []
-        # Problems are in numerical order.
-        files = (
-            (began, path)
-            for began in versions
-            for path in sorted((root / str(began)).glob("*.jsonl"), key=lambda path: (len(path.stem), path.stem))
-        )
-        for number, (began, path) in enumerate(files):
-            if len(groups) == _MAX_TASKS or number == _MAX_FILES:
-                return {"groups": groups, "is_cut": True}
-            if wanted.source not in (None, path.stem.rpartition("-")[0]):
-                continue
-            rows = list(read_records(path))
-            rewards = [float(row.get("reward") or 0.0) for row in rows]
-            mean = sum(rewards) / max(len(rewards), 1)
-            is_equal = len(rewards) > 1 and len(set(rewards)) == 1
-            texts = (path.stem, *(f"{row.get('prompt')}\n{row.get('completion')}" for row in rows))
-            is_match = any(wanted.query.casefold() in text.casefold() for text in texts)
-            if is_match and wanted.low <= mean <= wanted.high and wanted.is_equal in (None, is_equal):
-                facts = {"task": path.stem, "version": began}
-                groups.append(facts | {"rewards": rewards, "tokens": list(map(_num_trained, rows))})
-        return {"groups": groups, "is_cut": False}
-
-    def read_group(self, kind: str, version: int, task: str) -> list[dict[str, Any]]:
-        """Return the rows of one problem with the texts that the model read and wrote."""
-        root = self.directory.eval_rollouts if kind == "eval-rollout" else self.directory.rollouts
-        # A problem of a named source is "source-5"; a task never leaves its directory.
-        if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", task) is None:
+    def list_served(self) -> list[dict[str, Any]]:
+        """Return the sessions of a service from its journal, the newest first: user, turns, tokens, reward, state."""
+        if not self.directory.journal.exists():
             return []
-        rows = list(read_records(root / str(version) / f"{task}.jsonl"))
-        mean = sum(float(row.get("reward") or 0.0) for row in rows) / max(len(rows), 1)
-        kept = ("sample_idx", "reward", "seqlen", "prompt_len", "head_version", "tail_version", "prompt", "completion")
-        untrained = {
-            record.get("sample_idx"): record.get("reason")
-            for record in (read_records(self.directory.untrained) if kind == "rollout" else ())
-            if (record.get("version"), record.get("task_id")) == (version, task)
-        }
-        return [
-            {name: row.get(name) for name in kept}
-            | {"untrained": untrained.get(row.get("sample_idx"))}
-            | {"above_mean": float(row.get("reward") or 0.0) - mean, "trained_tokens": _num_trained(row)}
-            for row in rows
-        ]
+        with (
+            suppress(sqlite3.Error),
+            closing(sqlite3.connect(f"{self.directory.journal.as_uri()}?mode=ro", uri=True)) as db,
+        ):
+            db.row_factory = sqlite3.Row
+            return [
+                dict(row) | {"session": redact(f"session {row['session']}").removeprefix("session ")}
+                for row in db.execute(_SERVED, {"num": _MAX_SERVED})
+            ]
+        return []  # a service with another version of the journal, or one that holds it for itself
+
+
+_SERVED = """
+SELECT s.session, s.user, s.started_at, e.ended_at, f.forgotten_at IS NOT NULL AS is_exported,
+    count(t.seq) AS num_turns, max(t.ended_at) AS last_turn_at, total(t.num_output_tokens) AS num_tokens,
+    (SELECT reward FROM rewards r WHERE r.session = s.session ORDER BY r.seq DESC LIMIT 1) AS reward,
+    (SELECT count(*) FROM rewards r WHERE r.session = s.session) AS num_rewards
+FROM (SELECT * FROM sessions ORDER BY seq DESC LIMIT :num) s
+LEFT JOIN turns t ON t.session = s.session
+LEFT JOIN endings e ON e.session = s.session
+LEFT JOIN forgotten f ON f.session = s.session
+GROUP BY s.session ORDER BY max(s.started_at, ifnull(max(t.ended_at), 0)) DESC
+"""
 
 
 def find_runs(paths: Sequence[Path]) -> dict[str, ViewedRun]:
@@ -300,12 +311,7 @@ def is_run(directory: RunDirectory) -> bool:
     )
 
 
-def _versions(root: Path) -> list[int]:
-    # Of 5,000 names, pathlib makes paths in 40 ms.
-    return sorted(int(name) for name in os.listdir(root) if name.isdecimal()) if root.is_dir() else []  # noqa: PTH208
-
-
-def _is_wanted(record: Mapping[str, Any], wanted: RecordFilter) -> bool:
+def _is_wanted(record: Mapping[str, Any], wanted: FailureFilter) -> bool:
     version, task = int(record.get("version") or 0), str(record.get("task_id"))
     is_wanted = (
         wanted.outcome in (None, record.get("outcome"))
@@ -318,5 +324,42 @@ def _is_wanted(record: Mapping[str, Any], wanted: RecordFilter) -> bool:
     return is_wanted and wanted.query.casefold() in "\n".join(texts).casefold()
 
 
-def _num_trained(row: Mapping[str, Any]) -> int:
-    return sum(end - start for start, end in row.get("trained") or ())
+def compare_with_defaults(text: str) -> dict[str, dict[str, Any]]:
+    """Return the settings in the YAML ``text`` by their path: the ``value`` of each, and whether it ``is_changed``.
+
+    Keys and passwords are shortened.
+    """
+    try:
+        # The loader in C takes 5 ms for the settings of a run; that in Python 90 ms, for each of dozens of runs.
+        given = flatten(yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)))  # noqa: S506 - both are safe
+    except yaml.YAMLError:
+        return {}  # not a configuration
+    defaults = default_settings()
+    return {
+        path: {"value": _redact_setting(path, value), "is_changed": defaults.get(path) != value}
+        for path, value in given.items()
+    }
+
+
+def _redact_setting(path: str, value: Any) -> Any:
+    if isinstance(value, list):
+        return [_redact_setting(path, item) for item in value]
+    if isinstance(value, str):
+        for name in path.split("."):  # keys may be named in a section of keys
+            value = redact_settings(f"{name}: {value}").partition(": ")[2]
+    return value
+
+
+@cache
+def default_settings() -> Mapping[str, Any]:
+    """Return the defaults of all settings by their path."""
+    return flatten(read_defaults())
+
+
+def flatten(value: Any, above: str = "") -> dict[str, Any]:
+    """Return the values below a mapping by their dotted path."""
+    if not isinstance(value, Mapping) or (above and not value):
+        return {above: value} if above else {}
+    return {
+        path: item for name, part in value.items() for path, item in flatten(part, f"{above}.{name}".strip(".")).items()
+    }

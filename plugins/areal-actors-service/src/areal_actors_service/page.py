@@ -153,7 +153,7 @@ class HostPage:
             if service is not None:
                 numbers = {"requests": service.num_requests, "starts": service.num_starts, "failure": service.failure}
                 facts = {"state": service.state.value} | numbers
-            found.append({"name": name, "is_live": False} | facts)
+            found.append({"name": name} | facts)
         return found
 
 

@@ -39,7 +39,7 @@ def reference_logprobs(model: Any, ids: np.ndarray) -> torch.Tensor:
 
 @pytest.mark.parametrize("num_tokens", LENGTHS)
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("layout", list(Layout))
+@pytest.mark.parametrize("layout", [Layout.FLAT, Layout.TREE])
 def test_scores_are_those_of_plain_rows(device: str, family: str, layout: Layout, num_tokens: int):
     """Each row of a branching group, as the model scores it alone with ordinary attention."""
     rows = create_branching(num_tokens, prompt=300, vocab_size=VOCAB_SIZE).group.rows
@@ -51,7 +51,7 @@ def test_scores_are_those_of_plain_rows(device: str, family: str, layout: Layout
 
 
 @pytest.mark.parametrize("num_tokens", LENGTHS)
-@pytest.mark.parametrize("layout", list(Layout))
+@pytest.mark.parametrize("layout", [Layout.FLAT, Layout.TREE])
 def test_bfloat16_stays_close(device: str, layout: Layout, num_tokens: int):
     """Rounding moves log-probabilities by hundredths; a wrong mask moves them by whole nats."""
     rows = create_branching(num_tokens, prompt=300, vocab_size=VOCAB_SIZE).group.rows
@@ -65,7 +65,7 @@ def test_bfloat16_stays_close(device: str, layout: Layout, num_tokens: int):
     assert np.concatenate(gaps).max() < 0.5
 
 
-@pytest.mark.parametrize("layout", list(Layout))
+@pytest.mark.parametrize("layout", [Layout.FLAT, Layout.TREE])
 def test_windows_reach_back_in_the_row(device: str, layout: Layout):
     """Attention by plan is in use, and branches see the last tokens of their own row, not those of the pack."""
     rows = create_branching(3000, prompt=300, vocab_size=VOCAB_SIZE).group.rows
@@ -83,11 +83,13 @@ def test_windows_reach_back_in_the_row(device: str, layout: Layout):
 @pytest.mark.parametrize("num_tokens", LENGTHS)
 def test_a_step_moves_the_weights_equally_in_both_layouts(device: str, num_tokens: int):
     """In float32."""
-    require_equal_gradients(*(create_trainer(device, layout) for layout in Layout), num_tokens=num_tokens)
+    require_equal_gradients(
+        *(create_trainer(device, layout) for layout in (Layout.FLAT, Layout.TREE)), num_tokens=num_tokens
+    )
 
 
 @pytest.mark.parametrize("activations", [Activations.AUTO, Activations.RECOMPUTE, Activations.OFFLOAD])
-@pytest.mark.parametrize("layout", list(Layout))
+@pytest.mark.parametrize("layout", [Layout.FLAT, Layout.TREE])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_a_pass_keeps_does_not_change_the_gradient(
     device: str, layout: Layout, activations: Activations, dtype: str
@@ -102,7 +104,7 @@ def test_what_a_pass_keeps_does_not_change_the_gradient(
 def test_an_adapter_learns_equally_in_both_layouts(device: str):
     """After one step, B has a gradient and A has none yet; after two, both have."""
     pytest.importorskip("peft")
-    trainers = [create_trainer(device, layout, lora=LoraConfig(rank=4)) for layout in Layout]
+    trainers = [create_trainer(device, layout, lora=LoraConfig(rank=4)) for layout in (Layout.FLAT, Layout.TREE)]
     require_equal_gradients(*trainers, num_tokens=3000)
     require_equal_gradients(*trainers, num_tokens=3000, tolerance=2e-2)
 

@@ -74,7 +74,7 @@ def row_of(seed: int, length: int):
 @settings(max_examples=8, deadline=None)
 @given(
     kind=st.sampled_from(list(KINDS)),
-    layout=st.sampled_from(list(Layout)),
+    layout=st.sampled_from([Layout.FLAT, Layout.TREE]),
     lengths=st.lists(st.integers(2, 150), min_size=1, max_size=4),
 )
 def test_row_has_the_logprobs_of_transformers_whatever_shares_its_pass(kind, layout, lengths):
@@ -111,7 +111,7 @@ def test_limit_is_the_length_up_to_which_frequencies_are_constant(kind):
 async def test_longer_rows_are_refused_by_name(kind):
     """At the start of a trainer and of an engine, and when a workflow makes longer rows."""
     limit = VARYING[kind]
-    for layout in Layout:
+    for layout in (Layout.FLAT, Layout.TREE):
         with pytest.raises(ConfigError, match=rf"beyond {limit} tokens .* set engine.max_length to {limit} or less"):
             PolicyTrainer(create(kind), TrainerConfig(layout=layout, dtype=PLAIN.dtype))
     trainer = create_trainer(kind, Layout.TREE)

@@ -17,9 +17,10 @@ def distributions(temperatures):
     return Distributions(settings=np.array([(temperature, 1.0, 0.0, 0.0) for temperature in temperatures]))
 
 
-def plain_scores(hidden, weight, bias, targets, temperatures):
+def plain_scores(hidden, weight, bias, targets, temperatures, *, cap):
     """The same by the book, holding all logits."""
     logits = hidden @ weight.T + (0 if bias is None else bias)
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
     logprobs = (logits / torch.tensor(temperatures, dtype=torch.float32)[:, None]).log_softmax(-1)
     return logprobs.gather(-1, targets[:, None]).squeeze(-1), -(logprobs.exp() * logprobs).sum(-1)
 
@@ -30,8 +31,9 @@ def plain_scores(hidden, weight, bias, targets, temperatures):
     has_bias=st.booleans(),
     uses_entropy=st.booleans(),
     choices=st.sampled_from([[1.0], [0.5], [1.0, 1.3], [0.3, 0.7, 1.0, 1.3]]),
+    cap=st.sampled_from([None, 3.0]),
 )
-def test_scores_and_gradients_equal_the_plain_ones(seed, num_tokens, has_bias, uses_entropy, choices):
+def test_scores_and_gradients_equal_the_plain_ones(seed, num_tokens, has_bias, uses_entropy, choices, cap):  # noqa: PLR0917 - what is drawn
     """Log-probability, entropy and all gradients, with more tokens than a chunk holds."""
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(num_tokens, 6, generator=generator, requires_grad=True)
@@ -46,8 +48,8 @@ def test_scores_and_gradients_equal_the_plain_ones(seed, num_tokens, has_bias, u
         return torch.autograd.grad(loss, inputs)
 
     temperatures = np.resize(choices, num_tokens)
-    found = score_tokens(hidden, weight, bias, targets, distributions=distributions(temperatures))
-    expected = plain_scores(hidden, weight, bias, targets, temperatures)
+    found = score_tokens(hidden, weight, bias, targets, distributions=distributions(temperatures), cap=cap)
+    expected = plain_scores(hidden, weight, bias, targets, temperatures, cap=cap)
 
     assert torch.allclose(found.logprobs, expected[0], atol=1e-4)
     assert torch.allclose(found.entropies, expected[1], atol=1e-4)

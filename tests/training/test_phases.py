@@ -69,7 +69,7 @@ def relative_error(first, second):
     return (difference / sum(float(value.square().sum()) for value in second.values())) ** 0.5
 
 
-@pytest.mark.parametrize("layout", list(Layout))
+@pytest.mark.parametrize("layout", [Layout.FLAT, Layout.TREE])
 def test_supervised_steps_descend_the_mean_likelihood(make_model, make_agent_group, make_group, make_tree_row, layout):
     """Loss and gradient are those of the cross entropy over all trained tokens, whatever the rewards."""
     groups = [make_agent_group(1), make_agent_group(2), make_group([make_tree_row(3)])]
@@ -90,7 +90,7 @@ def test_supervised_steps_descend_the_mean_likelihood(make_model, make_agent_gro
     assert np.isnan(statistics.teacher_kl)
 
 
-@pytest.mark.parametrize("layout", list(Layout))
+@pytest.mark.parametrize("layout", [Layout.FLAT, Layout.TREE])
 def test_distillation_follows_the_gradient_of_the_reverse_kl(make_model, make_agent_group, layout):
     """Each token's advantage is its reward's, plus the teacher's log-ratio, both weighted."""
     groups = [make_agent_group(seed) for seed in range(2)]

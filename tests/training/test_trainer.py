@@ -67,7 +67,7 @@ def test_layouts_agree(make_model, make_agent_group, kind, surrogate):
     assert tree_statistics.num_packed_tokens < 0.6 * flat_statistics.num_packed_tokens
 
 
-@pytest.mark.parametrize("layout", list(Layout))
+@pytest.mark.parametrize("layout", [Layout.FLAT, Layout.TREE])
 @pytest.mark.parametrize("aggregation", list(Aggregation))
 def test_trees_are_trained_as_their_branches(make_model, make_group, make_tree_row, layout, aggregation):
     """A tree row gives the loss and the gradient of its branches as rows, and its log-probabilities are theirs."""
@@ -104,7 +104,7 @@ def slow_tree_logprobs(model, tree):
     return result
 
 
-@pytest.mark.parametrize("layout", list(Layout))
+@pytest.mark.parametrize("layout", [Layout.FLAT, Layout.TREE])
 @pytest.mark.parametrize("aggregation", list(Aggregation))
 def test_micro_batches_change_nothing(make_model, make_agent_group, layout, aggregation):
     """Small passes accumulate to the gradient of one large pass, whatever the aggregation."""
@@ -134,7 +134,7 @@ def test_inert_rows_change_nothing(make_model, make_agent_group, make_group, mak
     assert statistics.data.num_zero_variance_groups == 1
 
 
-@pytest.mark.parametrize("layout", list(Layout))
+@pytest.mark.parametrize("layout", [Layout.FLAT, Layout.TREE])
 def test_logprobs_equal_the_models_own(make_model, make_agent_group, layout):
     """Recomputed log-probabilities are those of the plain model, read at the position before each token."""
     model = make_model()
@@ -273,7 +273,7 @@ def stale_group(trainer, make_group, make_row, seed=0):
     return make_group([evolve(row, logprobs=own, raw_logprobs=own) for row, own in zip(rows, values, strict=True)])
 
 
-@pytest.mark.parametrize("layout", list(Layout))
+@pytest.mark.parametrize("layout", [Layout.FLAT, Layout.TREE])
 def test_default_clip_acts_on_stale_rows(make_model, make_group, make_row, layout):
     """Rows of older weights give other weights under another clip; with one update per step and nothing else set."""
     found = {}

@@ -71,26 +71,42 @@ def seen_by(segments, window):
 
 @pytest.mark.parametrize("name", PLANNED)
 @settings(max_examples=12, deadline=None)
-@given(found=tries, window=windows, seed=st.integers(0, 99))
-def test_plan_equals_the_mask(name, found, window, seed):
-    """Outputs and all gradients agree on random tries with grouped heads, with and without a window."""
+@given(found=tries, window=windows, cap=st.sampled_from([None, 2.0]), has_sinks=st.booleans(), seed=st.integers(0, 99))
+def test_plan_equals_the_mask(name, found, window, cap, has_sinks, seed):  # noqa: PLR0917 - what is drawn
+    """Outputs and all gradients agree on random tries with grouped heads, windows, bounded scores and sinks."""
     segments = merge(found).segments
     length = segments[-1].stop
     total = padded_length(length) if name == BLOCK_ATTENTION else length
     generator = torch.Generator().manual_seed(seed)
     inputs = [torch.randn(1, heads, total, 4, generator=generator, requires_grad=True) for heads in (4, 2, 2)]
+    sinks = torch.randn(4, generator=generator, requires_grad=True) if has_sinks else None
+    trained = inputs if sinks is None else [*inputs, sinks]
     seen = torch.from_numpy(seen_by(segments, window))
 
     def results(output):
-        return output, *torch.autograd.grad(output.square().sum(), inputs)
+        return output, *torch.autograd.grad(output.square().sum(), trained)
 
-    query, key, value = (tensor[:, :, :length] for tensor in inputs)
-    plain = torch.nn.functional.scaled_dot_product_attention(query, key, value, seen, scale=0.3, enable_gqa=True)
-    planned, _ = AttentionInterface()[name](
-        Module(), *inputs, PackMask(segments, CPU), scaling=0.3, sliding_window=window
-    )
-    for ours, theirs in zip(results(planned[:, :length]), results(plain.transpose(1, 2)), strict=True):
-        assert torch.allclose(ours, theirs, atol=1e-5)
+    def attend(*tensors, mask):
+        options = {"scaling": 0.3, "sliding_window": window, "softcap": cap, "s_aux": sinks}
+        output, _ = AttentionInterface()[name](Module(), *tensors, mask, **options)
+        return output[:, :length]
+
+    alone = [tensor[:, :, :length] for tensor in inputs]
+    expected = results(attend_plainly(*alone, seen, cap=cap, sinks=sinks))
+    for output in (attend(*inputs, mask=PackMask(segments, CPU)), attend(*alone, mask=seen)):
+        for ours, theirs in zip(results(output), expected, strict=True):
+            assert torch.allclose(ours, theirs, atol=1e-5)
+
+
+def attend_plainly(query, key, value, seen, *, cap, sinks):
+    """Attention by the book, [1, L, H, D]."""
+    key, value = (tensor.repeat_interleave(2, 1) for tensor in (key, value))
+    scores = 0.3 * query @ key.mT
+    scores = scores if cap is None else cap * torch.tanh(scores / cap)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[None, :, None, None].expand(*scores.shape[:-1], 1)], -1)
+    return (scores.softmax(-1)[..., : value.shape[2]] @ value).transpose(1, 2)
 
 
 @given(found=tries, window=windows, size=st.integers(1, 5))

@@ -16,6 +16,12 @@ from areal_actors.errors import ConfigError, ModelError
 _WIDTHS = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "decoder_ffn_dim", "d_ff", "inner_hidden_size")
 _DEFAULT_WIDTH = 4
 """The width of a feed-forward part by that of the layer, where a configuration leaves it to the model, as GPT-2's."""
+_SCALES = ("logit_scale", "lm_head_multiplier", "output_multiplier", "logits_scaling")
+"""Names of the factor of logits: Cohere's, Falcon H1's, and Granite's, which divides."""
+_MULTIPLYING = frozenset({"hyperclovax"})
+"""Model types that multiply by ``logits_scaling``."""
+_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+"""Names of the bound of logits: those of Gemma, RecurrentGemma and xLSTM."""
 
 
 @frozen(kw_only=True)
@@ -38,6 +44,10 @@ class ModelShape:
     max_positions: int | None
     window: int | None
     layer_types: tuple[str, ...]
+    logit_scale: float = 1.0
+    """The factor by which the model multiplies the output of its head."""
+    logit_cap: float | None = None
+    """The bound c of logits, which become c * tanh(logit / c) after they were scaled; ``None`` without one."""
 
 
 def model_shape(config: Any) -> ModelShape:
@@ -87,7 +97,17 @@ def model_shape(config: Any) -> ModelShape:
         max_positions=find("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"),
         window=find("sliding_window"),
         layer_types=tuple(read("layer_types") or ()),
+        logit_scale=_logit_scale(text),
+        logit_cap=next((cap for name in _CAPS if (cap := getattr(text, name, None))), None),
     )
+
+
+def _logit_scale(text: Any) -> float:
+    for name in _SCALES:
+        if (scale := getattr(text, name, None)) is not None:
+            is_divisor = name == "logits_scaling" and text.model_type not in _MULTIPLYING
+            return 1 / scale if is_divisor else float(scale)
+    return 1.0
 
 
 def require_fixed_rotation(config: Any, *, max_length: int | None) -> int | None:

@@ -30,13 +30,14 @@ _above_one_or_none: Any = optional(gt(1))
 
 
 class Layout(StrEnum):
-    """How rows become a forward pass.
+    """How rows become a forward pass. Losses and gradients are the same."""
 
-    Both layouts give the same loss and gradient; ``tree`` computes shared prefixes once.
-    """
-
+    AUTO = "auto"
+    """``tree`` if attention alone mixes the tokens of the model, ``flat`` otherwise; the log says which."""
     FLAT = "flat"
+    """Row by row."""
     TREE = "tree"
+    """Shared prefixes are computed once."""
 
 
 class ComputeDtype(StrEnum):
@@ -474,7 +475,7 @@ class TrainerConfig:
     gang: GangConfig = field(factory=GangConfig)
     lora: LoraConfig | None = None
     """Train an adapter in place of the weights; null trains all weights."""
-    layout: Layout = Layout.TREE
+    layout: Layout = Layout.AUTO
     max_packed_tokens: int = field(default=4096, validator=[instance_of(int), _positive])
     dtype: ComputeDtype = ComputeDtype.AUTO
     device: str = field(default="auto", metadata=COMMON)

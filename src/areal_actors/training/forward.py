@@ -17,6 +17,7 @@ from attrs import field, frozen
 from torch import Tensor
 
 from areal_actors.lib.transfers import to_device
+from areal_actors.models import model_shape
 from areal_actors.training.distributions import Distributions, truncation_bounds
 from areal_actors.training.layers import decoder_of
 from areal_actors.training.packing import Pack
@@ -57,6 +58,12 @@ def score_pack(model: Any, pack: Pack, *, mask: PackMask | None = None) -> Token
 
     Packs with segments need a model that attends by plan. ``mask`` is that of the segments, created if it is not given.
     """
+    hidden = run_decoder(model, pack, mask=mask)
+    return score_hidden(model, hidden, to_device(pack.targets, hidden.device), distributions=pack.distributions)
+
+
+def run_decoder(model: Any, pack: Pack, *, mask: PackMask | None = None) -> Tensor:
+    """Return the hidden states [n, H] that predict the trained tokens of ``pack``; arguments as of ``score_pack``."""
     device, padding = next(model.parameters()).device, 0
     if pack.segments is not None:
         mask = mask or PackMask(pack.segments, device)
@@ -70,10 +77,19 @@ def score_pack(model: Any, pack: Pack, *, mask: PackMask | None = None) -> Token
         attention_mask=mask,
         use_cache=False,
     ).last_hidden_state
-    selected_NH = hidden.reshape(-1, hidden.shape[-1]).index_select(0, to_device(pack.sources, device))
-    head = model.get_output_embeddings()
-    targets = to_device(pack.targets, device)
-    return score_tokens(selected_NH, head.weight, head.bias, targets, distributions=pack.distributions)
+    return hidden.reshape(-1, hidden.shape[-1]).index_select(0, to_device(pack.sources, device))
+
+
+def score_hidden(
+    model: Any, hidden: Tensor, targets: Tensor, *, distributions: Distributions | None = None
+) -> TokenScores:
+    """Return the scores of ``targets`` int64 [n] by the output head of ``model`` for ``hidden`` [n, H]."""
+    head, shape = model.get_output_embeddings(), model_shape(model.config)
+    bias = head.bias
+    if shape.logit_scale != 1:
+        hidden = hidden * shape.logit_scale
+        bias = None if bias is None else bias * shape.logit_scale
+    return score_tokens(hidden, head.weight, bias, targets, distributions=distributions, cap=shape.logit_cap)
 
 
 def score_tokens(
@@ -83,15 +99,16 @@ def score_tokens(
     targets: Tensor,
     *,
     distributions: Distributions | None = None,
+    cap: float | None = None,
 ) -> TokenScores:
     """Return the scores of ``targets`` int64 [n] for ``hidden`` [n, H], head ``weight`` [V, H] and ``bias`` [V].
 
     Without ``distributions`` the targets were sampled from the plain softmax. Temperatures and truncation cost nothing
-    if no token has them.
+    if no token has them. With ``cap`` c a logit x becomes c * tanh(x / c) before anything else, as Gemma computes it.
     """
     shaping = _Shaping.create(distributions, device=hidden.device)
     apply = cast("Any", _Scores.apply)
-    logprobs, entropies, raw, is_outside = apply(hidden, weight, bias, targets, shaping)
+    logprobs, entropies, raw, is_outside = apply(hidden, weight, bias, targets, shaping, cap)
     return TokenScores(logprobs=logprobs, entropies=entropies, raw_logprobs=raw, is_outside=is_outside)
 
 
@@ -160,7 +177,13 @@ class _Scores(torch.autograd.Function):
 
     @staticmethod
     def forward(  # noqa: PLR0917 - torch passes them by position
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, shaping: _Shaping | None
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        shaping: _Shaping | None,
+        cap: float | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return log-probabilities, entropies, plain log-probabilities (float32 [n]) and ``is_outside`` (bool [n])."""
         weight_c, hidden_c = _compute_dtype(weight), _compute_dtype(hidden)
@@ -171,16 +194,16 @@ class _Scores(torch.autograd.Function):
             logits = torch.nn.functional.linear(hidden_c[part], weight_c)
             temperatures, bounds = (None, None) if shaping is None else shaping.chunk(part)
             if shaping is not None:
-                plain = _shape(logits, bias, None, None)
+                plain = _shape(logits, bias, cap, None, None)
                 raw[part] = _pick(plain, targets[part]) - plain.logsumexp(-1)
                 if bounds is not None:
-                    divided = _shape(logits, bias, temperatures, None)
+                    divided = _shape(logits, bias, cap, temperatures, None)
                     is_outside[part] = shaping.find_bounds(divided, part, targets[part])
             logprobs[part], entropies[part], normalisers[part] = _compiled(_softmax_scores, hidden.is_cuda)(
-                logits, bias, temperatures, bounds, targets[part]
+                logits, bias, cap, temperatures, bounds, targets[part]
             )
         ctx.save_for_backward(hidden_c, weight_c, bias, targets, normalisers, entropies)
-        ctx.dtypes, ctx.shaping = (hidden.dtype, weight.dtype), shaping
+        ctx.dtypes, ctx.shaping, ctx.cap = (hidden.dtype, weight.dtype), shaping, cap
         raw = logprobs.clone() if shaping is None else raw
         ctx.mark_non_differentiable(raw, is_outside)
         return logprobs, entropies, raw, is_outside
@@ -204,6 +227,7 @@ class _Scores(torch.autograd.Function):
             grad = _compiled(_logit_gradients, hidden.is_cuda)(
                 torch.nn.functional.linear(hidden[part], weight),
                 bias,
+                ctx.cap,
                 temperatures,
                 bounds,
                 targets[part],
@@ -223,7 +247,7 @@ class _Scores(torch.autograd.Function):
                 grad_weight += grad.T @ hidden[part]
         hidden_dtype, weight_dtype = ctx.dtypes
         grad_weight = None if grad_weight is None else grad_weight.to(weight_dtype)
-        return grad_hidden.to(hidden_dtype), grad_weight, grad_bias, None, None
+        return grad_hidden.to(hidden_dtype), grad_weight, grad_bias, None, None, None
 
 
 @cache
@@ -232,21 +256,30 @@ def _compiled(function: Callable[..., Any], is_cuda: bool) -> Callable[..., Any]
     return torch.compile(function, dynamic=True) if is_cuda else function
 
 
-def _shape(logits: Tensor, bias: Tensor | None, temperatures: Tensor | None, bounds: Tensor | None) -> Tensor:
+def _shape(
+    logits: Tensor, bias: Tensor | None, cap: float | None, temperatures: Tensor | None, bounds: Tensor | None
+) -> Tensor:
     """Return the logits [m, V] of the distributions that m tokens were sampled from, float32."""
     shaped = logits.float()
     if bias is not None:
         shaped = shaped + bias
+    if cap is not None:
+        shaped = cap * (shaped / cap).tanh()
     if temperatures is not None:
         shaped = shaped / temperatures[:, None]
     return shaped if bounds is None else shaped.masked_fill(shaped < bounds[:, None], -torch.inf)
 
 
-def _softmax_scores(
-    logits_MV: Tensor, bias: Tensor | None, temperatures: Tensor | None, bounds: Tensor | None, targets: Tensor
+def _softmax_scores(  # noqa: PLR0917 - a kernel's operands
+    logits_MV: Tensor,
+    bias: Tensor | None,
+    cap: float | None,
+    temperatures: Tensor | None,
+    bounds: Tensor | None,
+    targets: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-probabilities, entropies and normalisers, float32 [m]."""
-    shaped = _shape(logits_MV, bias, temperatures, bounds)
+    shaped = _shape(logits_MV, bias, cap, temperatures, bounds)
     normalisers = shaped.logsumexp(-1)
     logprobs = shaped - normalisers[:, None]
     # Truncated logits are -inf, and 0 times -inf would be nan.
@@ -257,6 +290,7 @@ def _softmax_scores(
 def _logit_gradients(  # noqa: PLR0917 - a kernel's operands
     logits_MV: Tensor,
     bias: Tensor | None,
+    cap: float | None,
     temperatures: Tensor | None,
     bounds: Tensor | None,
     targets: Tensor,
@@ -265,13 +299,16 @@ def _logit_gradients(  # noqa: PLR0917 - a kernel's operands
     grad_logprobs: Tensor,
     grad_entropies: Tensor | None,
 ) -> Tensor:
-    """Return the gradient of the shaped logits [m, V], in the format of the logits."""
-    logprobs = _shape(logits_MV, bias, temperatures, bounds) - normalisers[:, None]
+    """Return the gradient of the logits [m, V] before temperatures divide them, in their own format."""
+    logprobs = _shape(logits_MV, bias, cap, temperatures, bounds) - normalisers[:, None]
     inner = grad_logprobs[:, None]
     if grad_entropies is not None:
         inner = inner + grad_entropies[:, None] * (logprobs.clamp(min=-1e4) + entropies[:, None])
     is_target = torch.arange(logprobs.shape[1], device=targets.device)[None] == targets[:, None]
-    return (is_target * grad_logprobs[:, None] - logprobs.exp() * inner).to(logits_MV.dtype)
+    gradient = is_target * grad_logprobs[:, None] - logprobs.exp() * inner
+    if cap is not None:
+        gradient = gradient * (1 - (_shape(logits_MV, bias, cap, None, None) / cap).square())
+    return gradient.to(logits_MV.dtype)
 
 
 def _pick(logits: Tensor, targets: Tensor) -> Tensor:

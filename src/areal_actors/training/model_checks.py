@@ -17,7 +17,7 @@ from areal_actors.errors import ArealError, ModelError
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.models import model_shape, require_fixed_rotation
 from areal_actors.training.config import Layout, TrainerConfig
-from areal_actors.training.forward import score_pack
+from areal_actors.training.forward import run_decoder, score_hidden
 from areal_actors.training.layers import decoder_layers, decoder_of
 from areal_actors.training.packing import Pack, Segment
 from areal_actors.training.router_replay import require_replayable
@@ -26,7 +26,9 @@ from areal_actors.training.tree_attention import PackMask, has_planned_attention
 _log = get_logger(__name__)
 
 _TOLERANCE = 1e-3
-"""Log-probabilities of a float32 model agree to 1e-5; a wrong mask or position is off by more than this."""
+"""Results of a float32 model agree to 1e-5; a wrong mask or position is off by more than this."""
+_PROBED_LOGIT = 50.0
+"""The largest logit in the check of the head: more than the bounds of known models."""
 _NUM_TRIED = 48
 """Length of the test rows: a window that no setting names is detected if it is shorter."""
 
@@ -43,9 +45,14 @@ def require_supported(model: Any, configs: Sequence[TrainerConfig], *, max_lengt
     try:
         require_plain_head(model)
         limit = require_fixed_rotation(model.config, max_length=max_length)
-        if not plan_attention(model) and any(config.layout is Layout.TREE for config in configs):
+        name, layouts = type(model).__name__, {config.layout for config in configs}
+        if plan_attention(model):
+            if Layout.AUTO in layouts:
+                _log.info("layout", model=name, layout="tree")
+        else:  # slower, with the same loss
             attention = model.config._attn_implementation  # noqa: SLF001 - transformers has no public name for it
-            _log.warning("rows_padded", model=type(model).__name__, attention=attention)  # slower, with the same loss
+            log = _log.warning if Layout.TREE in layouts else _log.info
+            log("layout", model=name, layout="flat", are_rows_padded=True, attention=attention)
         if any(config.router_replay for config in configs):
             require_replayable(model)
     except ArealError:
@@ -59,34 +66,48 @@ def require_supported(model: Any, configs: Sequence[TrainerConfig], *, max_lengt
     return limit
 
 
+@torch.no_grad()
 def require_plain_head(model: Any) -> None:
-    """Check that the model's logits are its head applied to its decoder's output, which no later token changes.
+    """Check that the trainer's scores are those of the model's own logits, which no later token changes.
 
-    Raises ``ModelError`` for models that scale or cap their logits afterwards, and for those that see later tokens.
+    Raises ``ModelError`` for models that see later tokens, and for those whose logits are not their head applied to
+    their decoder's output, with the scale and the bound of ``ModelShape``.
     """
-    decoder, head = decoder_of(model), model.get_output_embeddings()
+    name, decoder, head = type(model).__name__, decoder_of(model), model.get_output_embeddings()
     if not isinstance(head, torch.nn.Linear) or not list(decoder_layers(model)):
-        raise ModelError(
-            f"{type(model).__name__} has no linear output head over decoder layers; training it is not supported."
-        )
+        raise ModelError(f"{name} has no linear output head over decoder layers; training it is not supported.")
     input_ids = torch.tensor([[0, 1]], device=model.device)
-    with torch.no_grad():
-        hidden = decoder(input_ids=input_ids, use_cache=False).last_hidden_state
-        first = decoder(input_ids=input_ids[:, :1], use_cache=False).last_hidden_state
-        expected = model(input_ids=input_ids, use_cache=False).logits
+    hidden = decoder(input_ids=input_ids, use_cache=False).last_hidden_state
+    first = decoder(input_ids=input_ids[:, :1], use_cache=False).last_hidden_state
     if not torch.allclose(hidden[:, :1], first, rtol=_TOLERANCE, atol=_TOLERANCE):
         raise ModelError(
-            f"{type(model).__name__} attends to later tokens, so that it predicts none; set is_decoder in its "
-            "configuration if it can be a decoder."
+            f"{name} attends to later tokens, so that it predicts none; set is_decoder in its configuration if it can "
+            "be a decoder."
         )
-    if not torch.allclose(model.get_output_embeddings()(hidden), expected, rtol=_TOLERANCE, atol=_TOLERANCE):
+    # Logits of a model that is not trained yet are near 0, where a bound changes nothing.
+    factor = _PROBED_LOGIT / head(hidden).abs().max().clamp(min=torch.finfo(hidden.dtype).tiny)
+
+    def magnify(_module: Any, _args: Any, output: Any) -> Any:
+        output.last_hidden_state = output.last_hidden_state * factor
+        return output
+
+    hook = decoder.register_forward_hook(magnify)
+    try:
+        logits = model(input_ids=input_ids, use_cache=False).logits[0].float()
+    finally:
+        hook.remove()
+    extremes = torch.stack([logits.argmin(-1), logits.argmax(-1)])
+    expected = logits.log_softmax(-1).gather(-1, extremes.T).T
+    found = torch.stack([score_hidden(model, hidden[0] * factor, targets).logprobs for targets in extremes])
+    if not torch.allclose(found, expected, rtol=_TOLERANCE, atol=_TOLERANCE):
         raise ModelError(
-            f"{type(model).__name__} changes its logits after the output head; training such a model is not supported."
+            f"{name} changes its logits after the output head, in a way that no setting of its configuration tells; "
+            "training such a model is not supported."
         )
 
 
 def plan_attention(model: Any) -> bool:
-    """Make ``model`` attend by plan, if it then scores packed rows as it scores them separately; return whether.
+    """Make ``model`` attend by plan, if it then computes packed rows as it computes them separately; return whether.
 
     Otherwise its attention stays as it was, and it computes padded rows.
     """
@@ -95,9 +116,12 @@ def plan_attention(model: Any) -> bool:
         return True
     if planned is None or not _has_only_attention(model.config):
         return False
+    packed, separate = _trial_packs(model)
+    with torch.no_grad():
+        expected = run_decoder(model, separate)
     model.set_attn_implementation(planned)
     try:
-        if _agrees(model):
+        if _agrees(model, packed, expected):
             return True
     except Exception as error:  # noqa: BLE001 - models fail in many ways on a mask that is not a tensor, and torch to compile
         reason = f"{type(error).__name__}: {error}".split("\n")[0]
@@ -111,16 +135,15 @@ def _has_only_attention(config: Any) -> bool:
     return all(kind == "full_attention" or (kind == "sliding_attention" and window) for kind in kinds)
 
 
-@torch.no_grad()
-def _agrees(model: Any) -> bool:
-    """Whether rows in one pack have the same scores as rows in a batch, and layers attend with their windows.
+def _trial_packs(model: Any) -> tuple[Pack, Pack]:
+    """Return three rows in one pack and in a batch: two that share all but their last token, and one that shares none.
 
-    The pack has two rows that share all but their last token, and a third that shares nothing.
+    All tokens of the third row are compared: it would see those before it if anything but attention mixed tokens.
     """
     length, shared, size = _NUM_TRIED, _NUM_TRIED - 1, model_shape(model.config).vocab_size
     ids, positions = np.arange(length + 1) % size, np.arange(length)
-    none = np.zeros(0, dtype=np.int64)
-    tree = Pack(
+    none, behind = np.zeros(0, dtype=np.int64), length + 1 + positions
+    packed = Pack(
         input_ids=np.concatenate([ids, ids[:length][::-1]])[None],
         position_ids=np.concatenate([positions, [shared], positions])[None],
         segments=(
@@ -129,22 +152,32 @@ def _agrees(model: Any) -> bool:
             Segment(start=length + 1, stop=2 * length + 1, ancestors=none),
         ),
         rows=(0, 1, 2),
-        sources=np.array([length - 1, length, 2 * length]),
-        targets=np.zeros(3, dtype=np.int64),
+        sources=np.concatenate([[length - 1, length], behind]),
+        targets=np.zeros(2 + length, dtype=np.int64),
         num_tokens=2 * length + 1,
     )
-    flat = evolve(
-        tree,
+    separate = evolve(
+        packed,
         input_ids=np.stack([ids[:length], np.append(ids[:shared], ids[length]), ids[:length][::-1]]),
         position_ids=np.stack([positions] * 3),
         segments=None,
-        sources=np.array([1, 2, 3]) * length - 1,
+        sources=np.concatenate([[length - 1, 2 * length - 1], 2 * length + positions]),
     )
-    mask = PackMask(tree.segments or (), model.device)
-    found, expected = score_pack(model, tree, mask=mask).logprobs, score_pack(model, flat).logprobs
+    return packed, separate
+
+
+@torch.no_grad()
+def _agrees(model: Any, packed: Pack, expected: torch.Tensor) -> bool:
+    """Whether the rows of a pack have the hidden states [n, H] that they have separately, by layers with their windows.
+
+    Hidden states, and not log-probabilities, since those of a model that is not trained yet hardly depend on anything.
+    """
+    mask = PackMask(packed.segments or (), model.device)
+    found = run_decoder(model, packed, mask=mask)
     # A window is usually longer than these rows, so that only its name in the call shows that a plan respects it.
     model_sizes = model_shape(model.config)
     window = model_sizes.window
     windows = [window if kind == "sliding_attention" else None for kind in model_sizes.layer_types]
     windows = windows or [window] * model_sizes.num_layers
-    return mask.windows == windows and torch.allclose(found, expected, rtol=0, atol=_TOLERANCE)
+    tolerance = _TOLERANCE * float(expected.abs().max())
+    return mask.windows == windows and torch.allclose(found, expected, rtol=0, atol=tolerance)

@@ -29,6 +29,7 @@ from areal_actors.training.checkpoints import (
     save_checkpoint,
     set_generator_states,
 )
+from areal_actors.training.config import Layout
 from areal_actors.training.gang import Gang, guarded
 from areal_actors.training.layers import cast_weights
 from areal_actors.training.lora import ADAPTER_PART, Adapter, peft_name
@@ -39,7 +40,7 @@ from areal_actors.training.passes import Scorer
 from areal_actors.training.phases import Phase, check_phases, phase_of
 from areal_actors.training.sharding import GatheredWeights, Rows, gather, shard
 from areal_actors.training.stored_checkpoints import Checkpoint, find_checkpoint, find_latest
-from areal_actors.training.tree_attention import attention_number, set_attention_number
+from areal_actors.training.tree_attention import attention_number, has_planned_attention, set_attention_number
 from areal_actors.training.weights import digest, distinct_tensors, load_weights, tied_names
 
 _log = get_logger(__name__)
@@ -92,6 +93,18 @@ class TrainedPolicy:
     def _models(self) -> list[Any]:
         """The models that score packs: the trained one, the reference and the teacher."""
         return [scorer.model for scorer in (self._scorer, self._reference, self._teacher) if scorer is not None]
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether all models attend by plan; otherwise rows are padded, since other layers would mix them in a pack."""
+        return all(map(has_planned_attention, self._models))
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the current phase, ``auto`` resolved."""
+        if self.config.layout != Layout.AUTO:
+            return self.config.layout
+        return Layout.TREE if self.is_planned else Layout.FLAT
 
     def follow(self, phase: Phase) -> None:
         """Take the settings of ``phase``."""

@@ -40,7 +40,6 @@ from areal_actors.training.phases import Phase, PhaseName
 from areal_actors.training.policy import TrainedPolicy
 from areal_actors.training.statistics import RowRecorder, StepStatistics, UpdateStatistics, describe_data
 from areal_actors.training.surrogates import estimate_kl, kl_costs, penalise_overlong
-from areal_actors.training.tree_attention import has_planned_attention
 
 
 class PolicyTrainer(TrainedPolicy):
@@ -339,8 +338,7 @@ class PolicyTrainer(TrainedPolicy):
                 f"A row has {longest} tokens, and beyond {self._row_limit} {type(self.model).__name__} rotates all "
                 "rows of a pass by its longest one; leave out or shorten such rows."
             )
-        is_planned = all(map(has_planned_attention, self._models))
-        create = pack_padded if not is_planned else pack_tree if self.config.layout is Layout.TREE else pack_flat
+        create = pack_padded if not self.is_planned else pack_flat if self.layout == Layout.FLAT else pack_tree
         packs = create(rows, chosen, max_tokens=self.config.max_packed_tokens)
         return packs if replays and self.config.router_replay else [evolve(pack, routed_experts=None) for pack in packs]
 

@@ -26,7 +26,7 @@ import numpy.typing as npt
 import torch
 from attrs import field, frozen
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -53,9 +53,12 @@ _NUMBERED = ("", SEGMENT_ATTENTION, BLOCK_ATTENTION)
 def planned_attention(model: Any) -> str | None:
     """Return the name of the attention that computes packs on the model's device; ``None`` if it keeps its own.
 
-    Only sdpa is replaced: another attention was chosen on purpose, or is the only one that the model has.
+    The attention that transformers chooses is replaced: sdpa, or eager where sdpa lacks sinks or bounds of scores. Any
+    other was chosen on purpose.
     """
-    if model.config._attn_implementation != "sdpa":  # noqa: SLF001 - transformers has no public name for it
+    # transformers has no public names for these
+    usual = "sdpa" if model._supports_sdpa else "eager"  # noqa: SLF001
+    if model.config._attn_implementation != usual or not model._can_set_attn_implementation():  # noqa: SLF001
         return None
     if model.device.type == "cpu":
         return SEGMENT_ATTENTION
@@ -79,11 +82,43 @@ def set_attention_number(model: Any, number: int) -> None:
         model.set_attn_implementation(_NUMBERED[number])
 
 
+@frozen(kw_only=True)
+class Scores:
+    """How a layer computes its scores. A token sees the last ``window`` tokens of its row, itself included.
+
+    ``scaling`` multiplies scores, and ``cap`` c makes c * tanh(score / c) of them. ``sinks`` [H] are the scores of a
+    key of each head that every token sees, and that has no value.
+    """
+
+    window: int | None
+    scaling: float | None
+    cap: float | None
+    sinks: Tensor | None = field(eq=False)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether sdpa computes these scores."""
+        return self.cap is None and self.sinks is None
+
+    def bound(self, scores: Tensor) -> Tensor:
+        """Return scaled scores within the bound."""
+        return scores if self.cap is None else self.cap * (scores / self.cap).tanh()
+
+    def share(self, normalisers: Tensor) -> Tensor:
+        """Return the share of attention [..., H, Q, 1] that sinks leave to the keys of these ``normalisers``."""
+        if self.sinks is None:
+            return normalisers.new_ones(1)
+        # softmax over the keys and the sink: exp(n) / (exp(n) + exp(s)) of the softmax over the keys alone
+        return (normalisers - self.sinks.float()[:, None]).sigmoid()[..., None]
+
+
 class PackMask(BlockMask):
     """The plans of attention over ``segments``, in the place of a mask [1, 1, L, L] that is never made.
 
     Each plan is made when a layer first needs it. ``windows`` lists the window of every layer that has attended.
     """
+
+    ndim = 4  # which GPT-2 looks at
 
     def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:
         # The fields of a BlockMask stay unset: layers get the block masks that ``by_block`` returns.
@@ -189,16 +224,12 @@ def _segment_mask(num_queries: int, num_keys: int, *, window: int | None) -> Ten
     return mask if window is None else mask.add_(hidden.tril_(first - window))
 
 
-def _attend_by_segment(  # noqa: PLR0917 - the order of all attention functions
-    mask: PackMask, query: Tensor, key: Tensor, value: Tensor, window: int | None, scaling: float | None
-) -> Tensor:
-    plan = mask.by_segment(window)
+def _attend_by_segment(mask: PackMask, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+    plan = mask.by_segment(scores.window)
     if plan.keys is not None:
         key, value = key.index_select(2, plan.keys), value.index_select(2, plan.keys)
     outputs = [
-        scaled_dot_product_attention(
-            query_part, key_part, value_part, part, is_causal=part is None, scale=scaling, enable_gqa=True
-        )
+        _attend_alone(query_part, key_part, value_part, part, scores)
         for query_part, key_part, value_part, part in zip(
             query.split_with_sizes(plan.query_sizes, 2),
             key.split_with_sizes(plan.key_sizes, 2),
@@ -208,6 +239,25 @@ def _attend_by_segment(  # noqa: PLR0917 - the order of all attention functions
         )
     ]
     return torch.cat(outputs, 2)
+
+
+def _attend_alone(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
+    """Attend densely with an additive or boolean ``mask`` [..., queries, keys]; ``None`` is plain causal attention."""
+    if scores.is_plain:
+        return scaled_dot_product_attention(
+            query, key, value, mask, is_causal=mask is None, scale=scores.scaling, enable_gqa=True
+        )
+    num_heads, scaling = query.shape[1], scores.scaling or query.shape[-1] ** -0.5
+    key, value = (part.repeat_interleave(num_heads // part.shape[1], 1) for part in (key, value))
+    scores_HQK = scores.bound((query @ key.mT).float() * scaling)
+    if mask is None:
+        mask = torch.ones(scores_HQK.shape[-2:], dtype=torch.bool, device=query.device).tril()
+    if mask.dtype is torch.bool:
+        scores_HQK = scores_HQK.masked_fill(~mask, torch.finfo(torch.float32).min)
+    else:
+        scores_HQK = scores_HQK + mask
+    normalisers = scores_HQK.logsumexp(-1)
+    return ((scores_HQK - normalisers[..., None]).exp() * scores.share(normalisers)).to(value.dtype) @ value
 
 
 # ----------------------------------------------------------------------------------------------------- by blocks
@@ -266,21 +316,29 @@ def _within_window(rule: Rule, depths: Tensor, bounds: Tensor) -> Rule:
     return is_near
 
 
-def _attend_by_block(  # noqa: PLR0917 - the order of all attention functions
-    mask: PackMask, query: Tensor, key: Tensor, value: Tensor, window: int | None, scaling: float | None
-) -> Tensor:
+def _attend_by_block(mask: PackMask, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
     kind = query.device.type
     with torch.autocast(kind, enabled=False):
-        output: Tensor = _compiled_attention(kind)(
+        output, found = _compiled_attention(kind)(
             query,
             key,
             value,
-            block_mask=mask.by_block(window),
-            scale=scaling,
+            # A tensor, as the bounds of windows: numbers are compiled in, or fail to compile where several occur.
+            score_mod=None if scores.cap is None else _bounded_score(torch.tensor(scores.cap, device=query.device)),
+            block_mask=mask.by_block(scores.window),
+            scale=scores.scaling,
             enable_gqa=True,
             kernel_options=_KERNEL_OPTIONS,
+            return_aux=AuxRequest(lse=scores.sinks is not None),
         )
-    return output
+    return output if scores.sinks is None else (output * scores.share(found.lse)).to(output.dtype)
+
+
+def _bounded_score(cap: Tensor) -> Callable[..., Tensor]:
+    def bounded(score: Tensor, _batch: Tensor, _head: Tensor, _query: Tensor, _key: Tensor) -> Tensor:
+        return cap * (score / cap).tanh()
+
+    return bounded
 
 
 @cache
@@ -307,8 +365,8 @@ _KERNEL_OPTIONS: Any = {"IS_DIVISIBLE": True}
 # ---------------------------------------------------------------------------------------------- for transformers
 
 
-_Attend = Callable[[PackMask, Tensor, Tensor, Tensor, int | None, float | None], Tensor]
-"""Attention by plan of query, key and value, with the window and the scaling that a layer names."""
+_Attend = Callable[[PackMask, Tensor, Tensor, Tensor, Scores], Tensor]
+"""Attention by plan of query, key and value."""
 
 
 def _for_transformers(attend: _Attend) -> Callable[..., Any]:
@@ -316,21 +374,30 @@ def _for_transformers(attend: _Attend) -> Callable[..., Any]:
         module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
     ) -> tuple[Tensor, None]:
         """Attend: ``query`` [1, H, L, D], ``key``, ``value`` [1, K, L, D]; return [1, L, H, D]."""
-        if not isinstance(attention_mask, PackMask):
+        scores = Scores(
+            window=kwargs.get("sliding_window"),
+            scaling=kwargs.get("scaling"),
+            cap=kwargs.get("softcap"),
+            sinks=kwargs.get("s_aux"),
+        )
+        is_planned = isinstance(attention_mask, PackMask)
+        if not is_planned and scores.is_plain:
             output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
             return output, None
-        for name in ("dropout", "softcap", "s_aux", "position_bias"):
+        for name in ("dropout", "position_bias"):
             found = kwargs.get(name)
             if found is not None and (isinstance(found, Tensor) or found):
                 raise NotImplementedError(f"Attention by plan does not support {name}.")
-        window = kwargs.get("sliding_window")
-        attention_mask.windows.append(window)
         # Rotary embeddings leave queries and keys in float32 under autocast, which would cast them for sdpa, but does
         # not for FlexAttention.
         kind = query.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-        output = attend(attention_mask, query, key, value, window, kwargs.get("scaling"))
+        if is_planned:
+            attention_mask.windows.append(scores.window)
+            output = attend(attention_mask, query, key, value, scores)
+        else:
+            output = _attend_alone(query, key, value, attention_mask, scores)
         return output.transpose(1, 2).contiguous(), None
 
     return forward

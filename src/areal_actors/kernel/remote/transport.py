@@ -294,6 +294,7 @@ async def _accepting(address: str | None, listener: Listener, tasks: TaskGroup) 
     try:
         async with open_tasks() as accepting:
             for one in listening.listeners:
+                assert isinstance(one, SocketListener), "as anyio makes them"
                 accepting.start_soon(_accept, one, listener, tasks, name=f"listen at {listener.address}")
             yield
             accepting.cancel_scope.cancel()

@@ -36,11 +36,11 @@ def is_reference(text: str) -> bool:
     return ":" in text or "." in text
 
 
-def builtin_or_reference(names: Iterable[str]) -> Callable[[Any, Any, Any], None]:
+def builtin_or_reference(names: Iterable[str]) -> Callable[[object, object, object], None]:
     """Return a validator that accepts one of ``names``, a member of an enum, or text with the form of a reference."""
     known = [str(name) for name in names]
 
-    def validate(_: Any, __: Any, value: Any) -> None:
+    def validate(_: object, __: object, value: object) -> None:
         if isinstance(value, Enum) or value in known or (isinstance(value, str) and is_reference(value)):
             return
         close = get_close_matches(str(value), known, n=1, cutoff=0.6)
@@ -159,7 +159,7 @@ def load_function(reference: str) -> CustomFunction:
     return found
 
 
-def shorten(value: Any) -> str:
+def shorten(value: object) -> str:
     """Return the ``repr`` of a function's result, shortened for messages."""
     text = " ".join(repr(value).split())
     return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "…"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
 
 from areal_actors.errors import EpisodeError
 
@@ -33,7 +32,7 @@ def episode_environment(*, base_url: str, api_key: str) -> dict[str, str]:
     }
 
 
-def check_problem(value: Any, *, path: str = "data") -> None:
+def check_problem(value: object, *, path: str = "data") -> None:
     """Raise ``EpisodeError`` naming the part of a problem that JSON cannot represent unchanged."""
     if isinstance(value, Mapping):
         for key, item in value.items():

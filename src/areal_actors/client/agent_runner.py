@@ -310,7 +310,7 @@ def describe(error: BaseException | None) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
-def parse_outcome(value: Any, *, name: str) -> Outcome:
+def parse_outcome(value: object, *, name: str) -> Outcome:
     """Convert the return value of the function ``name`` to an outcome.
 
     Raises:

@@ -53,16 +53,14 @@ _BY_STATUS: Mapping[int, type[RequestError]] = {
 }
 
 
-def create_http_client(
-    *, max_connections: int = 1000, read_timeout_seconds: float = _READ_SECONDS
-) -> httpx.AsyncClient:
+def create_http_client() -> httpx.AsyncClient:
     """Return an httpx client for requests to a proxy.
 
     It waits up to an hour for an answer, because requests are held, not refused, while weights are updated; it keeps
     many connections; and it ignores the environment's proxy settings, with which a server on this machine would not be
     found.
     """
-    client: httpx.AsyncClient = _create_client(httpx, max_connections, read_timeout_seconds)
+    client: httpx.AsyncClient = _create_client(httpx)
     return client
 
 
@@ -76,9 +74,7 @@ async def lent_client(client: httpx.AsyncClient | None) -> AsyncIterator[httpx.A
         yield temporary
 
 
-def create_agent_http_client(
-    *, max_connections: int = 1000, read_timeout_seconds: float = _READ_SECONDS
-) -> httpx.AsyncClient:
+def create_agent_http_client() -> httpx.AsyncClient:
     """Return a client to pass to agents as ``http_client``, from the library that the installed SDKs accept.
 
     ``openai`` 3 accepts clients of ``httpx2`` and of ``httpx``, ``openai`` 2 and ``anthropic`` 0 only those of
@@ -92,18 +88,16 @@ def create_agent_http_client(
             is_new = any(line.startswith("httpx2") for line in metadata.requires(sdk) or [])
             wanted.add("httpx2" if is_new else "httpx")
     library = import_module("httpx2") if wanted == {"httpx2"} else httpx
-    client: httpx.AsyncClient = _create_client(library, max_connections, read_timeout_seconds)
+    client: httpx.AsyncClient = _create_client(library)
     return client
 
 
-def _create_client(library: Any, max_connections: int, read_timeout_seconds: float) -> Any:
+def _create_client(library: Any) -> Any:
     return library.AsyncClient(
         # httpx looks at every idle connection whenever a request begins or ends, so few are kept.
-        limits=library.Limits(
-            max_connections=max_connections, max_keepalive_connections=_MAX_IDLE, keepalive_expiry=30.0
-        ),
+        limits=library.Limits(max_connections=1000, max_keepalive_connections=_MAX_IDLE, keepalive_expiry=30.0),
         verify=_ssl_context(library),
-        timeout=library.Timeout(read_timeout_seconds, connect=10.0),
+        timeout=library.Timeout(_READ_SECONDS, connect=10.0),
         follow_redirects=True,
         trust_env=False,
     )

@@ -128,7 +128,7 @@ def parse_yaml(text: str, *, source: str) -> Document:
     return Document(source=source, data=data, root=node)
 
 
-def format_yaml(data: Any) -> str:
+def format_yaml(data: object) -> str:
     """Return ``data`` as YAML that ``parse_yaml`` reads back equal; keys keep their order."""
     return str(yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=False, width=100))
 
@@ -138,7 +138,7 @@ def format_path(path: ConfigPath) -> str:
     return ".".join(str(part) for part in path)
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """Return ``value`` made of ordinary dicts, lists and strings, as ``format_yaml`` requires."""
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}

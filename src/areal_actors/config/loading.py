@@ -285,7 +285,7 @@ def _parse_override(text: str) -> tuple[ConfigPath, Any]:
     return _rename(path, _ALIASES), _typed(parsed.data)
 
 
-def _typed(value: Any) -> Any:
+def _typed(value: object) -> Any:
     if isinstance(value, dict):
         return {key: _typed(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -301,7 +301,7 @@ def _rename(path: ConfigPath, aliases: Mapping[ConfigPath, ConfigPath]) -> Confi
     return path
 
 
-def _take(data: Any, path: ConfigPath) -> Any:
+def _take(data: object, path: ConfigPath) -> Any:
     for part in path:
         if not isinstance(data, Mapping) or part not in data:
             return None
@@ -309,7 +309,7 @@ def _take(data: Any, path: ConfigPath) -> Any:
     return data
 
 
-def _with(data: Any, path: ConfigPath, value: Any, *, above: ConfigPath = ()) -> Any:
+def _with(data: object, path: ConfigPath, value: object, *, above: ConfigPath = ()) -> Any:
     """Return ``data`` with ``value`` at ``path``; missing sections are created, and nothing is changed in place.
 
     Raises ``Mistakes`` if the path leads through a value that has no parts.

@@ -284,7 +284,7 @@ class RowDumpsConfig:
     """Number of files to keep, the newest; null keeps all."""
 
 
-def _check_trackers(_: Any, __: Any, entries: Sequence[str | Mapping[str, Any]]) -> None:
+def _check_trackers(_: object, __: object, entries: Sequence[str | Mapping[str, Any]]) -> None:
     parse_trackers(entries)
 
 

@@ -87,12 +87,12 @@ def _is_union(kind: Any) -> bool:
     return get_origin(kind) in (Union, UnionType)
 
 
-def show(value: Any) -> str:
+def show(value: object) -> str:
     """Return a value as it is written in YAML, shortened."""
     return show_value(value, limit=_MAX_SHOWN, mapping="a mapping")
 
 
-def hint(value: Any, kind: Any) -> str:
+def hint(value: object, kind: Any) -> str:
     """Return advice for values that are nearly right."""
     if isinstance(value, str) and value.strip(_TYPOGRAPHIC) != value:
         return "; type plain quotes, or none"
@@ -167,7 +167,7 @@ def create_converter(
     converter.register_structure_hook_func(_is_union, lambda value, kind: _structure_union(converter, value, kind))
     converter.register_structure_hook_func(attrs.has, lambda value, kind: _structure_class(converter, value, kind))
 
-    def structure_text(value: Any, kind: Any) -> Any:
+    def structure_text(value: object, kind: Any) -> Any:
         base = typed_in or Path.cwd() if isinstance(value, TypedText) else directory
         checked = _structure_scalar(value, str, expected=describe_type(kind))
         if checked.strip(_TYPOGRAPHIC) != checked:
@@ -181,7 +181,7 @@ def create_converter(
     return converter
 
 
-def _unstructure_class(converter: cattrs.Converter, value: Any) -> dict[str, Any]:
+def _unstructure_class(converter: cattrs.Converter, value: object) -> dict[str, Any]:
     """Write the settings of a class, and those of plug-ins next to them."""
     own, found = settings_of(type(value), with_plugins=False), group_of(type(value))
     added = getattr(value, found[0]) if found else {}
@@ -222,7 +222,7 @@ def _structure_scalar(value: Any, kind: Any, *, expected: str | None = None) -> 
     return kind(value)
 
 
-def _wrong(value: Any, expected: str, kind: Any = None) -> Mistakes:
+def _wrong(value: object, expected: str, kind: Any = None) -> Mistakes:
     return Mistakes([Mistake(text=f"must be {expected}, not {show(value)}{hint(value, kind)}")])
 
 
@@ -230,7 +230,7 @@ def _is_choice(kind: Any) -> bool:
     return get_origin(kind) is Literal or (isinstance(kind, type) and issubclass(kind, Enum))
 
 
-def _structure_choice(value: Any, kind: Any) -> Any:
+def _structure_choice(value: object, kind: Any) -> Any:
     choices = {v: v for v in get_args(kind)} if get_origin(kind) is Literal else {m.value: m for m in kind}
     for word, choice in choices.items():
         if type(word) is (str if isinstance(value, str) else type(value)) and word == value:
@@ -252,14 +252,14 @@ def _is_a(kind: Any, base: Any) -> bool:
     return isinstance(origin, type) and issubclass(origin, base)
 
 
-def _structure_mapping(converter: cattrs.Converter, value: Any, kind: Any) -> dict[str, Any]:
+def _structure_mapping(converter: cattrs.Converter, value: object, kind: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise _wrong(value, describe_type(kind))
     _, inner = get_args(kind) or (str, Any)
     return _collect(converter, {str(key): (item, inner) for key, item in value.items()})
 
 
-def _structure_list(converter: cattrs.Converter, value: Any, kind: Any) -> tuple[Any, ...]:
+def _structure_list(converter: cattrs.Converter, value: object, kind: Any) -> tuple[Any, ...]:
     if not isinstance(value, (list, tuple)):
         raise _wrong(value, describe_type(kind), kind)
     inner = (get_args(kind) or (Any,))[0]
@@ -288,7 +288,7 @@ def _attempt(converter: cattrs.Converter, parts: Mapping[Any, tuple[Any, Any]]) 
 # ---------------------------------------------------------------------------------------------------- unions
 
 
-def _structure_union(converter: cattrs.Converter, value: Any, kind: Any) -> Any:
+def _structure_union(converter: cattrs.Converter, value: object, kind: Any) -> Any:
     """Structure by the first member that accepts the value; mappings by the class that has their keys."""
     members = [member for member in get_args(kind) if member is not type(None)]
     if value is None and len(members) < len(get_args(kind)):
@@ -342,7 +342,7 @@ def is_required(setting: attrs.Attribute[Any]) -> bool:
     return setting.default is attrs.NOTHING
 
 
-def _structure_class(converter: cattrs.Converter, value: Any, cls: Any) -> Any:
+def _structure_class(converter: cattrs.Converter, value: object, cls: Any) -> Any:
     if value is None:
         # A section whose lines are all commented out is null in YAML.
         value = {}

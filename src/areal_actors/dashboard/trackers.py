@@ -363,7 +363,7 @@ class TrackerWriter(Listener):
         if opened:
             self._attempt(lambda: opened[0].finish(self._status))
 
-    def _attempt(self, action: Callable[[], None]) -> bool:
+    def _attempt(self, action: Callable[[], object]) -> bool:
         """Call ``action``; return whether it succeeded."""
         try:
             action()

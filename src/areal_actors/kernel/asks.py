@@ -62,7 +62,9 @@ class Ask(Frame):
 
     __slots__ = ("deadline", "error", "handler", "message", "reply", "scope", "signal")
 
-    def __init__(self, message: Any, handler: Handler, cell: Receiver, parent: Frame | None, deadline: float) -> None:
+    def __init__(
+        self, message: object, handler: Handler, cell: Receiver, parent: Frame | None, deadline: float
+    ) -> None:
         super().__init__(cell, parent, _QUEUED)
         self.message = message
         self.handler = handler
@@ -137,7 +139,7 @@ class StreamCall(Ask):
     __slots__ = ("arrival", "buffer", "limit", "room")
 
     def __init__(  # noqa: PLR0917 - an ask, and the size of its buffer
-        self, message: Any, handler: Handler, cell: Receiver, parent: Frame | None, deadline: float, limit: int
+        self, message: object, handler: Handler, cell: Receiver, parent: Frame | None, deadline: float, limit: int
     ) -> None:
         super().__init__(message, handler, cell, parent, deadline)
         self.buffer: deque[Any] = deque()
@@ -152,7 +154,7 @@ class StreamCall(Ask):
         if self.arrival is not None:
             self.arrival.set()
 
-    async def put(self, item: Any) -> None:
+    async def put(self, item: object) -> None:
         """Append one item to the buffer; waits while the buffer is full, which gives the stream its back-pressure."""
         while len(self.buffer) >= self.limit:
             self.room = self.cell.loop.new_signal()

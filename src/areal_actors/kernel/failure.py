@@ -114,7 +114,7 @@ def _is_plain(value: object) -> bool:
     return isinstance(value, _PLAIN)
 
 
-def _frozen(value: Any) -> Any:
+def _frozen(value: object) -> Any:
     """Convert lists to tuples: codecs without tuples deliver lists, but errors hold tuples."""
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
 

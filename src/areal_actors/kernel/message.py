@@ -24,7 +24,7 @@ import sys
 import types
 from collections.abc import AsyncIterator, Callable, Coroutine
 from inspect import isasyncgenfunction, iscoroutinefunction
-from typing import Any, ForwardRef, Generic, Self, TypeVar, Union, get_args, get_origin, overload
+from typing import Any, ForwardRef, Generic, Self, TypeAlias, TypeVar, Union, get_args, get_origin, overload
 
 import attrs
 
@@ -56,7 +56,7 @@ class Address:
 class HandlerMark:
     """The mark that ``@SomeMessage.handler`` leaves on a function: which message it handles, and how many at a time."""
 
-    message: type[AnyMessage[Any]]
+    message: MessageClass
     concurrency: int
 
 
@@ -95,6 +95,10 @@ class AnyMessage(Generic[P_co]):
         marks: tuple[HandlerMark, ...] = getattr(function, _MARKS, ())
         setattr(function, _MARKS, (*marks, HandlerMark(message=cls, concurrency=concurrency)))
         return function
+
+
+MessageClass: TypeAlias = type[AnyMessage[Any]]
+"""The class of any message."""
 
 
 class Message(AnyMessage[P_co], Generic[P_co, R_co]):
@@ -173,13 +177,13 @@ class StreamMessage(AnyMessage[P_co], Generic[P_co, Item_co]):
         return bind if function is None else bind(function)
 
 
-def protocol_of(message: type[AnyMessage[Any]]) -> type | None:
+def protocol_of(message: MessageClass) -> type | None:
     """Return the protocol that a message class names, or ``None`` while it is still a type variable."""
     protocol = _argument(message, 0)
     return protocol if isinstance(protocol, type) else None
 
 
-def reply_of(message: type[AnyMessage[Any]]) -> Any:
+def reply_of(message: MessageClass) -> Any:
     """Return the type of a message's reply (for streams, of an item); string annotations are resolved in its module."""
     reply = _argument(message, 1)
     if isinstance(reply, ForwardRef):
@@ -188,13 +192,13 @@ def reply_of(message: type[AnyMessage[Any]]) -> Any:
     return reply
 
 
-def messages_of(protocol: type) -> tuple[type[AnyMessage[Any]], ...]:
+def messages_of(protocol: type) -> tuple[MessageClass, ...]:
     """Return all messages registered with ``protocol`` so far, in order of definition."""
-    registry: dict[str, type[AnyMessage[Any]]] = protocol.__dict__.get(_REGISTRY, {})
+    registry: dict[str, MessageClass] = protocol.__dict__.get(_REGISTRY, {})
     return tuple(registry.values())
 
 
-def _argument(message: type[AnyMessage[Any]], position: int) -> Any:
+def _argument(message: MessageClass, position: int) -> Any:
     for ancestor in message.__mro__:
         for base in ancestor.__dict__.get("__orig_bases__", ()):
             if get_origin(base) in (Message, StreamMessage):
@@ -209,21 +213,21 @@ def _argument(message: type[AnyMessage[Any]], position: int) -> Any:
 class Handler:
     """One row of an actor's handler table: the function for a message class, and how it is run."""
 
-    message: type[AnyMessage[Any]]
+    message: MessageClass
     function: Callable[[Any, Any], Any]
     concurrency: int
     is_stream: bool
 
 
-def collect_handlers(actor: type) -> dict[type[AnyMessage[Any]], Handler]:
+def collect_handlers(actor: type) -> dict[MessageClass, Handler]:
     """Return the handler table of ``actor``, with methods resolved in method resolution order as Python does.
 
     Raises:
         ProtocolError: two methods handle one message, or a handled message belongs to a protocol that the actor does
             not name.
     """
-    owners: dict[type[AnyMessage[Any]], str] = {}
-    table: dict[type[AnyMessage[Any]], Handler] = {}
+    owners: dict[MessageClass, str] = {}
+    table: dict[MessageClass, Handler] = {}
     allowed = protocols_of(actor)
     # Base classes first; the method is looked up on ``actor``, so that an override need not repeat the decorator.
     for ancestor in reversed(actor.__mro__):
@@ -253,7 +257,7 @@ def collect_handlers(actor: type) -> dict[type[AnyMessage[Any]], Handler]:
     return table
 
 
-def check_complete(actor: type, table: dict[type[AnyMessage[Any]], Handler]) -> None:
+def check_complete(actor: type, table: dict[MessageClass, Handler]) -> None:
     """Check that every message of the actor's protocols has a handler.
 
     Raises:

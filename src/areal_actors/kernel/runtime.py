@@ -41,9 +41,9 @@ from areal_actors.kernel.failure import is_stray_cancellation, root_cause, trans
 from areal_actors.kernel.mailbox import Mailbox, Ticket
 from areal_actors.kernel.message import (
     Address,
-    AnyMessage,
     Handler,
     Message,
+    MessageClass,
     StreamMessage,
     check_complete,
     collect_handlers,
@@ -77,7 +77,7 @@ class Actor(Generic[P]):
 
     # ``message`` recognises this class by the attribute, because it cannot import this module.
     __areal_actor_root__: ClassVar[bool] = True
-    handlers: ClassVar[dict[type[AnyMessage[Any]], Handler]] = {}
+    handlers: ClassVar[dict[MessageClass, Handler]] = {}
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -250,7 +250,7 @@ class Cell(Watched):
         self.blueprint = blueprint
         self.incarnation = 0
         self.state = ActorState.STARTING
-        self.handlers: dict[type[AnyMessage[Any]], Handler] = blueprint.first.handlers
+        self.handlers: dict[MessageClass, Handler] = blueprint.first.handlers
         # Functions of serial handlers by message class: one look-up per message on the fast path of ``Serving``.
         self.serial: dict[type, Callable[[Any, Any], Awaitable[Any]]] = {
             message: handler.function
@@ -786,7 +786,7 @@ class LocalRef(Ref[P_contra], Generic[P_contra]):
             raise
         return ask.claim()
 
-    async def _tell_slowly(self, message: Any) -> None:
+    async def _tell_slowly(self, message: object) -> None:
         cell = self.cell
         waiter = asking_frame()
         if waiter is not None and not cell.mailbox.closed:

@@ -79,7 +79,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
     return value
 
 
-def dump_json(value: Any) -> bytes:
+def dump_json(value: object) -> bytes:
     """Return ``value`` as JSON: integers of any size, numpy's arrays as lists, NaN and the infinities as ``null``.
 
     Half of a surrogate pair becomes U+FFFD.
@@ -90,7 +90,7 @@ def dump_json(value: Any) -> bytes:
         return orjson.dumps(_encodable(value), option=orjson.OPT_SERIALIZE_NUMPY)
 
 
-def _encodable(value: Any) -> Any:
+def _encodable(value: object) -> Any:
     """Return ``value`` with what orjson refuses to write in a form that it writes."""
     if isinstance(value, str):
         return replace_surrogates(value)

@@ -22,6 +22,8 @@ from attrs import field, frozen
 
 from areal_actors.errors import ArealError, CustomFunctionError, WorkflowError
 
+_MAX_SHOWN = 80
+
 FunctionReference = NewType("FunctionReference", str)
 """The name of a built-in function, or ``/absolute/file.py:name``, ``module:name`` or ``package.module.name``."""
 
@@ -34,11 +36,11 @@ def is_reference(text: str) -> bool:
     return ":" in text or "." in text
 
 
-def builtin_or_reference(names: Iterable[str]) -> Callable[[Any, Any, Any], None]:
+def builtin_or_reference(names: Iterable[str]) -> Callable[[object, object, object], None]:
     """Return a validator that accepts one of ``names``, a member of an enum, or text with the form of a reference."""
     known = [str(name) for name in names]
 
-    def validate(_: Any, __: Any, value: Any) -> None:
+    def validate(_: object, __: object, value: object) -> None:
         if isinstance(value, Enum) or value in known or (isinstance(value, str) and is_reference(value)):
             return
         close = get_close_matches(str(value), known, n=1, cutoff=0.6)
@@ -143,9 +145,9 @@ _CHANGES = ("does not support item assignment", "read-only", "FrozenInstanceErro
 """Parts of the messages with which Python, numpy and attrs reject a change to a frozen value."""
 
 
-def load_function(reference: str, *, directory: Path | None = None) -> CustomFunction:
+def load_function(reference: str) -> CustomFunction:
     """Import a function. Raises ``CustomFunctionError`` if it cannot be imported, or cannot be called directly."""
-    target = import_reference(reference, directory=directory, error=CustomFunctionError, kind="function")
+    target = import_reference(reference, error=CustomFunctionError, kind="function")
     file, colon, name = reference.rpartition(":")
     found = CustomFunction(name=f"{Path(file).name}:{name}" if colon else reference, function=target)
     if not callable(target):
@@ -157,7 +159,7 @@ def load_function(reference: str, *, directory: Path | None = None) -> CustomFun
     return found
 
 
-def shorten(value: Any, limit: int = 80) -> str:
+def shorten(value: object) -> str:
     """Return the ``repr`` of a function's result, shortened for messages."""
     text = " ".join(repr(value).split())
-    return text if len(text) <= limit else text[:limit] + "…"
+    return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "…"

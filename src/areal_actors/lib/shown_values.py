@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 
-def show_value(value: Any, *, limit: int, mapping: str = "an object") -> str:
+def show_value(value: object, *, limit: int, mapping: str = "an object") -> str:
     """Return a short form of a JSON or YAML value: ``limit`` characters of it, or ``mapping`` for one."""
     if isinstance(value, str):
         return repr(_cut(value, limit))

@@ -155,7 +155,7 @@ def _redact_event(logger: WrappedLogger, name: str, event: EventDict) -> EventDi
     return {key: _redact_value(key, value) for key, value in event.items()}
 
 
-def _redact_value(key: str, value: Any) -> Any:
+def _redact_value(key: str, value: object) -> Any:
     if key.lower() in _SECRET_KEYS:
         return _abbreviate(str(value)) if value else value
     if key in _SESSION_KEYS and isinstance(value, str):

@@ -91,7 +91,7 @@ Agents = Mapping[str, Agent | RolloutWorkflow]
 """Agents by the name of the source whose problems they run; that of all other problems has the empty name."""
 
 
-def _check_roles(_: Any, __: Any, roles: tuple[str, ...]) -> None:
+def _check_roles(_: object, __: object, roles: tuple[str, ...]) -> None:
     if not roles:
         raise ValueError("names no role, so nothing would be trained; leave it out to train all")
     wrong = [role for role in roles if not re.fullmatch(ROLE_PATTERN, role)]

@@ -6,7 +6,6 @@ roles of a run (``openers``) spawn the same actors with the functions below, eac
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
@@ -28,7 +27,7 @@ from areal_actors.domain import (
     SessionId,
     TrainedModel,
 )
-from areal_actors.errors import ActorStopped, ModelError
+from areal_actors.errors import ActorStopped
 from areal_actors.generation import Engine, Snapshot
 from areal_actors.generation.actor import GenerationActor
 from areal_actors.generation.model_host import ModelHost, ModelsConfig, ModelStack
@@ -286,16 +285,13 @@ async def open_actors(
     *,
     engine: Engine | EngineSet,
     renderer: Renderer,
-    version: int = 0,
-    start: DataPosition | None = None,
     progress: ProgressReporter | None = None,
     journal: Journal | None = None,
 ) -> AsyncIterator[Inference]:
     """Open the actors around an engine that is already open.
 
-    ``version`` and ``start`` are the policy version and data position of a resumed run. ``progress`` is notified of the
-    sessions that an intake accepts. The actions of external agents are written to ``journal``, and its content is
-    restored first. Raises ``JournalError`` if the journal cannot be read.
+    ``progress`` is notified of the sessions that an intake accepts. The actions of external agents are written to
+    ``journal``, and its content is restored first. Raises ``JournalError`` if the journal cannot be read.
     """
     async with ActorSystem.open() as system:
         generation = await spawn_generation(system, engine)
@@ -305,8 +301,6 @@ async def open_actors(
             config,
             renderer=renderer,
             generation=generation,
-            version=version,
-            start=start,
             progress=reporter,
             journal=journal,
         )
@@ -361,7 +355,6 @@ async def spawn_session_actors(
     journal: Journal | None = None,
     group_journal: GroupJournal | None = None,
     restored_queue: RestoredQueue | None = None,
-    wall_clock: Callable[[], float] = time.time,
 ) -> SessionActors:
     """Restore the content of ``journal`` and spawn the actors. Raises ``JournalError`` if it cannot be read.
 
@@ -384,7 +377,6 @@ async def spawn_session_actors(
         capacity=capacity,
         journal=journal,
         recovered=recovered,
-        wall_clock=wall_clock,
     )
     del recovered  # the manager owns the sessions from here on
     exporter = Exporter(
@@ -529,12 +521,10 @@ async def open_engine(
     model: Any,
     renderer: Renderer,
     version: int = 0,
-    files: Path | None = None,
 ) -> AsyncIterator[Engine | EngineSet]:
-    """Open the engine for ``model``, which is a transformers model that nothing else uses, or its directory.
+    """Open the engine for ``model``, the directory of a model.
 
-    ``files`` is the directory that the model was loaded from, if ``model`` is not one: servers start with it and then
-    load the weights of ``model``.
+    The embedded engine also takes a transformers model that nothing else uses.
     """
     if isinstance(config, TorchEngineConfig):
         from areal_actors.generation.torch import TorchEngine
@@ -544,24 +534,13 @@ async def open_engine(
         ) as engine:
             yield engine
         return
-    is_path = isinstance(model, str | Path)
-    snapshot = (
-        Snapshot(version=version, path=Path(model)) if is_path else Snapshot(version=version, state=model.state_dict())
-    )
-    directory = files or snapshot.path
-    if directory is None:
-        raise ModelError("Servers need the directory of the model that they serve; pass it as files.")
-    async with _open_servers(config, snapshot, files=directory, renderer=renderer) as served:
+    async with _open_servers(config, Path(model), version=version, renderer=renderer) as served:
         yield served
 
 
 @asynccontextmanager
 async def _open_servers(
-    served: ServedEngine,
-    snapshot: Snapshot,
-    *,
-    files: Path,
-    renderer: Renderer,
+    served: ServedEngine, model: Path, *, version: int, renderer: Renderer
 ) -> AsyncIterator[EngineSet]:
     from areal_actors.generation.servers.dialect import RoutedLayers
     from areal_actors.generation.servers.engine import open_server_engines
@@ -571,7 +550,7 @@ async def _open_servers(
     # Servers need the added tokens for grammars that contain special tokens.
     added = renderer.tokenizer.get_added_tokens_decoder()
     added_tokens = {token.content: token_id for token_id, token in added.items()}
-    recording = {"routed_layers": RoutedLayers.of(files)} if served.records_experts else {}
+    recording = {"routed_layers": RoutedLayers.of(model)} if served.records_experts else {}
     async with AsyncExitStack() as stack:
         urls, launched = config.urls, None
         if not urls:
@@ -580,7 +559,7 @@ async def _open_servers(
                 launch_servers(
                     kind,
                     config,
-                    model=files,
+                    model=model,
                     logs=logs,
                     adapters=served.adapters,
                     records_experts=served.records_experts,
@@ -591,8 +570,8 @@ async def _open_servers(
             kind.create(added_tokens=added_tokens, stream_interval=config.stream_interval, **recording),
             config,
             urls=urls,
-            model=files,
-            snapshot=snapshot,
+            model=model,
+            snapshot=Snapshot(version=version, path=model),
             publish_directory=served.directory / "published",
             processes=launched,
             adapters=served.adapters,

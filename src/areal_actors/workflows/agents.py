@@ -61,7 +61,7 @@ class Reward:
     by_interaction: Mapping[InteractionId, float] = field(factory=dict)
 
 
-async def run_agent(agent: Agent, data: Any, injected: Injected) -> Reward:
+async def run_agent(agent: Agent, data: object, injected: Injected) -> Reward:
     """Run one episode inline, in a separate task.
 
     Raises ``EpisodeError`` if the agent raises, cancels itself, or returns something that is not a reward. Cancelling
@@ -133,14 +133,14 @@ def format_agent_traceback(error: BaseException) -> str:
     return text if len(text) <= _MAX_TRACEBACK else f"…{text[-_MAX_TRACEBACK:]}"
 
 
-def parse_result(result: Any, *, agent: str = "agent") -> Reward:
+def parse_result(result: object, *, agent: str = "agent") -> Reward:
     """Convert the return value of an agent to rewards. Raises ``EpisodeError`` for values that are not rewards."""
     if isinstance(result, Mapping):
         return Reward(by_interaction={InteractionId(str(key)): _number(value, agent) for key, value in result.items()})
     return Reward(last=_number(result, agent))
 
 
-def _number(value: Any, agent: str) -> float:
+def _number(value: object, agent: str) -> float:
     """Convert a number, or a numpy or torch scalar, to a float. The store of rewards checks that it is finite."""
     # A scalar of numpy or torch, without importing either.
     item = getattr(value, "item", None)
@@ -169,7 +169,7 @@ def describe_error(error: BaseException) -> str:
     return text if is_ours and text else f"{type(error).__name__}: {text}"
 
 
-def _shorten(value: Any, *, limit: int = 80) -> str:
+def _shorten(value: object, *, limit: int = 80) -> str:
     text = value if isinstance(value, str) else repr(value)
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 

@@ -70,16 +70,16 @@ class CommandConfig:
 class ProblemEnvironment(Protocol):
     """Runs commands on problems that have an environment of their own, and rewards them (a plug-in)."""
 
-    def check(self, data: Any, sandbox: SandboxConfig) -> None:
+    def check(self, data: object, sandbox: SandboxConfig) -> None:
         """Raise ``DatasetError`` if the problem cannot run in boxes of this kind."""
         ...
 
-    async def run(self, command: BoxedCommand, data: Any, *, base_url: str, api_key: str) -> float:
+    async def run(self, command: BoxedCommand, data: object, *, base_url: str, api_key: str) -> float:
         """Run one episode of ``command``. Raises ``EpisodeError``, or ``SandboxError`` if a box ends."""
         ...
 
 
-def find_environment(data: Any) -> ProblemEnvironment | None:
+def find_environment(data: object) -> ProblemEnvironment | None:
     """Return the environment of a problem: that of the plug-in which its keys name."""
     if not isinstance(data, Mapping):
         return None

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
 
 from areal_actors.errors import EpisodeError
 
@@ -15,9 +14,9 @@ _SECRETS = frozenset({"AREAL_ADMIN_KEY", "AREAL_API_KEY", "AREAL_BOOTSTRAP"})
 """Variables of the run that authorise more than an agent may do: access to any session, and the run's own workers."""
 
 
-def inherited_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+def inherited_environment() -> dict[str, str]:
     """Return the environment of this process without the keys of the run."""
-    return {name: value for name, value in environment.items() if name not in _SECRETS}
+    return {name: value for name, value in os.environ.items() if name not in _SECRETS}
 
 
 def episode_environment(*, base_url: str, api_key: str) -> dict[str, str]:
@@ -33,7 +32,7 @@ def episode_environment(*, base_url: str, api_key: str) -> dict[str, str]:
     }
 
 
-def check_problem(value: Any, *, path: str = "data") -> None:
+def check_problem(value: object, *, path: str = "data") -> None:
     """Raise ``EpisodeError`` naming the part of a problem that JSON cannot represent unchanged."""
     if isinstance(value, Mapping):
         for key, item in value.items():

@@ -133,15 +133,13 @@ def resolve_agent(
     return _checked(_build(workflow, workflow_kwargs, directory), workflow, may_block=may_block)
 
 
-def resolve_workflow(
-    workflow: Any, *, workflow_kwargs: Mapping[str, Any] | None = None, directory: Path | None = None
-) -> Agent | RolloutWorkflow:
+def resolve_workflow(workflow: Any, *, workflow_kwargs: Mapping[str, Any] | None = None) -> Agent | RolloutWorkflow:
     """Return the agent or rollout workflow that ``workflow`` refers to. Raises ``WorkflowError`` if it is neither."""
-    target = _build(workflow, workflow_kwargs, directory)
+    target = _build(workflow, workflow_kwargs)
     return target if isinstance(target, RolloutWorkflow) else _checked(target, workflow, may_block=False)
 
 
-def _build(workflow: Any, workflow_kwargs: Mapping[str, Any] | None, directory: Path | None) -> Any:
+def _build(workflow: Any, workflow_kwargs: Mapping[str, Any] | None, directory: Path | None = None) -> Any:
     """Return the object that ``workflow`` names, is, or constructs."""
     kwargs = dict(workflow_kwargs or {})
     target = import_reference(workflow, directory=directory) if isinstance(workflow, str) else workflow

@@ -72,6 +72,7 @@ async def test_connection_cut_ends_all_calls_and_handlers():
                 await wait_all_tasks_blocked()
                 await desk.tell(Note(text="queued"))
                 tasks.start_soon(attempt, "queued", Echo())
+                await wait_all_tasks_blocked()  # it takes the only place in the mailbox
                 tasks.start_soon(attempt, "told", Note(text="never"))
                 await wait_all_tasks_blocked()
                 listener.peers[0].close("pulled out")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from typing import Any
 
@@ -123,10 +124,10 @@ async def test_receive_cancelled_when_data_arrives_leaves_the_data():
 
 
 async def test_connect_without_listener_is_unreachable():
-    """The error names the address."""
+    """The error names the address and the reason."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with pytest.raises(Unreachable, match=f"no answer at tcp://127.0.0.1:{port}"):
+    with pytest.raises(Unreachable, match=rf"no answer at tcp://127.0.0.1:{port}: \[Errno {errno.ECONNREFUSED}\]"):
         async with connect(f"tcp://127.0.0.1:{port}", secret=SECRET):
             pass

@@ -26,7 +26,6 @@ import msgspec
 import numpy as np
 
 from areal_actors.errors import EncodingError, ProtocolError
-from areal_actors.kernel.message import Address
 from areal_actors.kernel.ref import Ref
 from areal_actors.kernel.remote.frames import Buffer
 
@@ -101,7 +100,7 @@ class Codec:
         self._writers: dict[Any, Callable[[Any], Any]] = {}
         self._readers: dict[Any, Callable[[Any, Any], Any]] = {}
 
-    def encode(self, words: list[Any], what: str = "an answer") -> list[Buffer]:
+    def encode(self, words: Sequence[object], what: str = "an answer") -> list[Buffer]:
         """Return ``words`` (plain data, arrays, tensors) as one part of msgpack, followed by the buffers.
 
         Raises:
@@ -136,7 +135,7 @@ class Codec:
             raise ProtocolError(f"a message is a list of words, not a {type(words).__name__}")
         return words
 
-    def to_data(self, value: Any, kind: Any, what: str) -> Any:
+    def to_data(self, value: object, kind: Any, what: str) -> Any:
         """Return ``value``, of the declared type ``kind``, as plain data for ``encode``.
 
         Raises:
@@ -152,7 +151,7 @@ class Codec:
         except _UNSENDABLE as error:
             raise EncodingError(f"{what} cannot be sent: {error!r}") from None
 
-    def from_data(self, data: Any, kind: Any, what: str) -> Any:
+    def from_data(self, data: object, kind: Any, what: str) -> Any:
         """Return the value of type ``kind`` that ``to_data`` was given.
 
         Raises:
@@ -168,7 +167,7 @@ class Codec:
         except (ProtocolError, *_UNSENDABLE) as error:
             raise ProtocolError(f"{what} does not fit its class: {error}") from None
 
-    def to_bytes(self, data: Any) -> bytes:
+    def to_bytes(self, data: object) -> bytes:
         """Return plain data of ``to_data`` in one piece, for a file. Raises ``EncodingError`` as ``encode`` does."""
         return msgspec.msgpack.encode([bytes(part) for part in self.encode([data], "it")])
 
@@ -304,7 +303,7 @@ class _Choice:
         self._members = {member.__name__: member for member in get_args(kind) if member not in self._plain}
         self._kind = kind
 
-    def to_data(self, value: Any) -> Any:
+    def to_data(self, value: object) -> Any:
         member = self._members.get(type(value).__name__)
         if member is not None:
             return [type(value).__name__, self._converter.unstructure(value, member)]
@@ -312,7 +311,7 @@ class _Choice:
             value = value.item()
         return self._checked(value)
 
-    def from_data(self, data: Any, _: Any) -> Any:
+    def from_data(self, data: object, _: object) -> Any:
         if not isinstance(data, list):
             return self._checked(data)
         name, inner = data
@@ -320,7 +319,7 @@ class _Choice:
             raise ProtocolError(f"{name!r} is none of {self._kind}")
         return self._converter.structure(inner, self._members[name])
 
-    def _checked(self, value: Any) -> Any:
+    def _checked(self, value: object) -> Any:
         if isinstance(value, self._plain) or (isinstance(value, int) and float in self._plain):
             return value
         raise ProtocolError(f"a {type(value).__qualname__} is none of {self._kind}")
@@ -351,7 +350,7 @@ def _any_to_data(value: Any) -> Any:
     )
 
 
-def _marked(value: Any) -> Any:
+def _marked(value: object) -> Any:
     """Return plain data in which the integers and texts that msgpack has no form for are marked."""
     if isinstance(value, int) and not _MIN_INTEGER <= value <= _MAX_INTEGER:
         # One bit more than the magnitude, for the sign.
@@ -365,13 +364,13 @@ def _marked(value: Any) -> Any:
     return _Tuple(_marked(value.items)) if isinstance(value, _Tuple) else value
 
 
-def _instance(value: Any, kind: type) -> Any:
+def _instance(value: object, kind: type) -> Any:
     if not isinstance(value, kind):
         raise ProtocolError(f"a {type(value).__qualname__} is no {kind.__qualname__}")
     return value
 
 
-def _refuse_ref(what: Address | Any) -> NoReturn:
+def _refuse_ref(what: object) -> NoReturn:
     raise ProtocolError(f"refs do not travel inside messages ({what}); expose the actor on the connection instead")
 
 

@@ -174,7 +174,7 @@ async def _read_exactly(stream: ByteStream, num_bytes: int) -> bytes:
     return data
 
 
-def _hello(words: Any) -> Hello:
+def _hello(words: object) -> Hello:
     try:
         return cattrs.structure(words, Hello)
     except (cattrs.BaseValidationError, TypeError, ValueError, AttributeError):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from types import NoneType
 from typing import Any, Generic, Protocol, TypeVar
@@ -33,7 +33,16 @@ from areal_actors.errors import (
 )
 from areal_actors.kernel.asks import Ask, StreamCall
 from areal_actors.kernel.failure import error_from_data, error_to_data
-from areal_actors.kernel.message import Address, AnyMessage, Handler, Message, StreamMessage, protocol_of, reply_of
+from areal_actors.kernel.message import (
+    Address,
+    AnyMessage,
+    Handler,
+    Message,
+    MessageClass,
+    StreamMessage,
+    protocol_of,
+    reply_of,
+)
 from areal_actors.kernel.ref import ActorState, ActorStatistics, Down, DownReason, Ref, Watched
 from areal_actors.kernel.remote.codec import Codec
 from areal_actors.kernel.remote.connection import Connection
@@ -66,7 +75,7 @@ Names = tuple[str, str, bool]
 class Call:
     """One message to a remote actor, or the stream that it opened."""
 
-    def __init__(self, ref: RemoteRef[Any], peer: Peer, kind: Kind, message: type[AnyMessage[Any]]) -> None:
+    def __init__(self, ref: RemoteRef[Any], peer: Peer, kind: Kind, message: MessageClass) -> None:
         self.ref, self.peer, self.kind, self.message = ref, peer, kind, message
         self.name = message.__name__
         self.outgoing = Outgoing(kind)
@@ -348,7 +357,7 @@ class Exposed:
 
     name: str
     ref: LocalRef[Any]
-    messages: dict[tuple[str, str], tuple[type[AnyMessage[Any]], Handler]]
+    messages: dict[tuple[str, str], tuple[MessageClass, Handler]]
 
     def to_data(self) -> list[Any]:
         """Return the announcement for the other side: name, incarnation, and the names of the messages."""
@@ -365,7 +374,7 @@ def expose(name: str, ref: Ref[Any]) -> Exposed:
     """
     if not isinstance(ref, LocalRef):
         raise ConfigError(f"{ref!r} does not live in this process; expose it where it lives, and connect to there")
-    messages: dict[tuple[str, str], tuple[type[AnyMessage[Any]], Handler]] = {}
+    messages: dict[tuple[str, str], tuple[MessageClass, Handler]] = {}
     for message, handler in ref.cell.handlers.items():
         protocol = protocol_of(message)
         if protocol is None:
@@ -468,7 +477,7 @@ class Server:
             raise ActorStopped(f"no actor {name!r} is exposed here; exposed are {known}")
         return exposed
 
-    def _accept(self, frame: Frame, exposed: Exposed, protocol: str, message: str, body: Any, limit: int) -> None:  # noqa: PLR0917 - the words of a request
+    def _accept(self, frame: Frame, exposed: Exposed, protocol: str, message: str, body: object, limit: int) -> None:  # noqa: PLR0917 - the words of a request
         name, ref = exposed.name, exposed.ref
         known = exposed.messages.get((protocol, message))
         if known is None or known[1].is_stream is not (frame.kind is Kind.STREAM):
@@ -532,7 +541,7 @@ class _ServedStream(_Served, StreamCall):
 
     num_sent = 0
 
-    async def put(self, item: Any) -> None:
+    async def put(self, item: object) -> None:
         """Send one item; waits while the consumer has no room."""
         while self.num_sent >= self.limit:
             self.room = self.cell.loop.new_signal()
@@ -559,7 +568,7 @@ class Peer:
     ) -> None:
         self.connection, self.other, self.limits = connection, other, limits
         self.codec = Codec()
-        self._reply_kinds: dict[type[AnyMessage[Any]], Any] = {}
+        self._reply_kinds: dict[MessageClass, Any] = {}
         self._refs: dict[str, RemoteRef[Any]] = {}
         self._pending: dict[int, Call] = {}
         self._next_id = 1
@@ -660,7 +669,7 @@ class Peer:
         if self._pending.pop(call.outgoing.id, None) is not None:
             call.ref.count(call, -1)
 
-    def encode_reply(self, message: type[AnyMessage[Any]], reply: Any) -> list[Buffer]:
+    def encode_reply(self, message: MessageClass, reply: object) -> list[Buffer]:
         """Return a reply to ``message`` (for a stream, an item) as parts.
 
         Raises:
@@ -669,7 +678,7 @@ class Peer:
         what = f"the reply to {message.__name__}"
         return self.encode([self.codec.to_data(reply, self._reply_kind(message), what)], what)
 
-    def encode(self, words: list[Any], what: str) -> list[Buffer]:
+    def encode(self, words: Sequence[object], what: str) -> list[Buffer]:
         """Encode ``words`` as parts, within the size that the other side accepts.
 
         Raises:
@@ -717,7 +726,7 @@ class Peer:
                 if call is not None:
                     self._on_answer(call, frame)
 
-    def words(self, frame: Frame, *kinds: Any) -> list[Any]:
+    def words(self, frame: Frame, *kinds: type | tuple[type, ...]) -> list[Any]:
         """Decode ``frame`` and check the types of its words.
 
         Raises:
@@ -769,15 +778,15 @@ class Peer:
         if call.arrival is not None:
             call.arrival.set()
 
-    def _reply_from(self, data: Any, call: Call) -> Any:
+    def _reply_from(self, data: object, call: Call) -> Any:
         return self.codec.from_data(data, self._reply_kind(call.message), f"the reply to {call.name}")
 
-    def _reply_kind(self, message: type[AnyMessage[Any]]) -> Any:
+    def _reply_kind(self, message: MessageClass) -> Any:
         if message not in self._reply_kinds:
             self._reply_kinds[message] = reply_of(message)
         return self._reply_kinds[message]
 
-    def _go_up(self, words: Any) -> None:
+    def _go_up(self, words: object) -> None:
         name, incarnation, table = _checked(words, (str, int, list), "the word of an actor")
         rows = [_checked(row, (str, str, bool), f"what actor {name!r} handles") for row in table]
         ref = self._refs.get(name)
@@ -802,7 +811,7 @@ def _error_from(kernel: object, data: object) -> ArealError:
         return RemoteError("a remote actor", "an error that cannot be read", str(unreadable))
 
 
-def _checked(words: Any, kinds: tuple[Any, ...], what: str) -> list[Any]:
+def _checked(words: object, kinds: tuple[type | tuple[type, ...], ...], what: str) -> list[Any]:
     if not isinstance(words, list) or len(words) != len(kinds) or not all(map(isinstance, words, kinds)):
         raise ProtocolError(f"{what} has {len(kinds)} words of other kinds than {words!r:.200}")
     return words

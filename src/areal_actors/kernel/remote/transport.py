@@ -223,7 +223,8 @@ async def connect(
     except TimeoutError:
         raise Unreachable(f"no answer at {address} within {limits.hello_seconds:g} s", sent=False) from None
     except OSError as error:
-        raise Unreachable(f"no answer at {address}: {error}", sent=False) from None
+        # anyio only says that all attempts failed, and has the reason as its cause.
+        raise Unreachable(f"no answer at {address}: {error.__cause__ or error}", sent=False) from None
     async with connect_stream(
         stream, secret=secret, expose=expose, node=node, incarnation=incarnation, limits=limits
     ) as peer:
@@ -294,6 +295,7 @@ async def _accepting(address: str | None, listener: Listener, tasks: TaskGroup) 
     try:
         async with open_tasks() as accepting:
             for one in listening.listeners:
+                assert isinstance(one, SocketListener), "as anyio makes them"
                 accepting.start_soon(_accept, one, listener, tasks, name=f"listen at {listener.address}")
             yield
             accepting.cancel_scope.cancel()

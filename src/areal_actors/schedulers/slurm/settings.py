@@ -28,17 +28,17 @@ _ARGUMENT = re.compile(r"--(?P<option>[a-z][a-z-]*)(=(?P<value>.*))?")
 _LINE = re.compile(r"[^\x00-\x1f\x7f]+")
 
 
-def _is_line(_: Any, attribute: Attribute[str], value: str) -> None:
+def _is_line(_: object, attribute: Attribute[str], value: str) -> None:
     if not _LINE.fullmatch(value):
         raise ValueError(f"'{attribute.name}' must be one line of text, not {value!r}")
 
 
-def _is_word(_: Any, attribute: Attribute[str], value: str) -> None:
+def _is_word(_: object, attribute: Attribute[str], value: str) -> None:
     if not _LINE.fullmatch(value) or any(map(str.isspace, value)):
         raise ValueError(f"'{attribute.name}' must be a word as Slurm knows it, without spaces, not {value!r}")
 
 
-def _is_allowed(_: Any, attribute: Attribute[str], value: str) -> None:
+def _is_allowed(_: object, attribute: Attribute[str], value: str) -> None:
     found = _ARGUMENT.fullmatch(value)
     if found is None or not _LINE.fullmatch(value):
         raise ValueError(f"'{attribute.name}' must be written as --option or --option=value, not {value!r}")

@@ -312,7 +312,7 @@ class _Session:
         self._count(record, log)
         for entry in exported.untrained:
             outcome.counts[f"untrained: {entry.reason}"] += entry.num_tokens
-        outcome.counts["trained"] += exported.num_trained_tokens
+        outcome.counts["trained"] += sum(row.num_trained_tokens for row in exported.trajectories)
 
     def _check_links(self, record: SessionRecord) -> None:
         by_id = {turn.id: turn for turn in record.interactions}

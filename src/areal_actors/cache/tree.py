@@ -105,7 +105,6 @@ class ConversationTree:
         self._next_completed = 0
         self._num_pending = 0
         self._is_restored = False
-        self._num_completed = 0
         self._last_completed: InteractionId | None = None
         self._last_stored: InteractionId | None = None
 
@@ -156,11 +155,6 @@ class ConversationTree:
     def num_pending(self) -> int:
         """The number of interactions that have begun and not ended."""
         return self._num_pending
-
-    @property
-    def num_completed(self) -> int:
-        """The number of interactions whose answer is complete."""
-        return self._num_completed
 
     def get(self, interaction_id: InteractionId) -> Interaction:
         """Return the interaction's current state. Raises ``NotFound`` for an unknown id."""
@@ -326,7 +320,6 @@ class ConversationTree:
         return interaction
 
     def _note_completed(self, interaction: Interaction) -> None:
-        self._num_completed += 1
         self._last_completed = interaction.id
         if interaction.is_stored:
             self._last_stored = interaction.id

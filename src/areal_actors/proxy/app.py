@@ -154,8 +154,8 @@ class CompletionEndpoint:
         limits = self.config
         raw = await exchange.read_body(max_bytes=limits.max_body_bytes, timeout_seconds=limits.body_timeout_seconds)
         body: JsonObject = parse_object(raw)
-        # The dialect refuses what is no flag. A request whose tokens are counted has none.
-        quiet_seconds = limits.keep_alive_seconds if body.get("stream") is True else None
+        # The dialect refuses what is no flag. A count of tokens is no stream, although its body may ask for one.
+        quiet_seconds = limits.keep_alive_seconds if is_counted and body.get("stream") is True else None
         async with exchange.cut_on_disconnect(quiet_seconds=quiet_seconds):
             body = with_additional_tools(replace_blocks(body, limits.unsupported_blocks))
             body, left_out = without_server_tools(body)

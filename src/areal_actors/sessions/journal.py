@@ -147,8 +147,8 @@ def restore_retry_cache(recovered: RecoveredSession, *, now: float, wall_now: fl
         siblings = [known[name] for name in turn.siblings if name in known]
         answers = tuple(answer_of(each) for each in siblings if each.interaction.status is InteractionStatus.COMPLETED)
         if turn.attempt is not None and len(answers) == len(turn.siblings):
-            sending = attempts.begin(turn.attempt, turn.siblings, None, now)
-            sending.end(answers, now - max(wall_now - turn.ended_at, 0.0))
+            cached = attempts.begin(turn.attempt, turn.siblings, None, now)
+            cached.end(answers, now - max(wall_now - turn.ended_at, 0.0))
     for name, turn in known.items():
         if turn.interaction.reward is not None:
             attempts.note_read(name)

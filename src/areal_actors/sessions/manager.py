@@ -485,54 +485,56 @@ class SessionManager(Actor[Sessions]):
         as it is then.
         """
         encoded: dict[Hashable, Any] = {}
-        cut: CachedRequest[PendingRequest] | None = None
+        replaced: CachedRequest[PendingRequest] | None = None
         while True:
-            # Again after each text, since a retry may have begun meanwhile. But a numbered one that has taken the place
-            # of a request would then be given another, equal one.
-            if cut is None or cut.key is not None:
+            # A retry may arrive while a text is encoded in the thread, so check again after each one. Exception: an
+            # attempt without a key that already replaced a request could match a second, identical request.
+            if replaced is None or replaced.key is not None:
                 answers, found = await self._repeat(message)
                 if answers is not None:
                     return answers
-                cut = found or cut
+                replaced = found or replaced
             try:
                 with deferring_long_texts(encoded):
-                    return self._begin(message, cut)
+                    return self._begin(message, replaced)
             except LongText as text:
                 encoded[text.key] = await to_thread.run_sync(text.encode, limiter=self._encoding)
 
     async def _repeat(
         self, message: Complete | StreamComplete
     ) -> tuple[tuple[Answer, ...] | None, CachedRequest[PendingRequest] | None]:
-        """Return the answers of an earlier sending of this request, or ``None``, and the sending that it replaces."""
-        cut: CachedRequest[PendingRequest] | None = None
+        """Return the answers of an earlier sending of this request, or ``None``, and the request that it replaces."""
+        replaced: CachedRequest[PendingRequest] | None = None
         attempt = message.attempt
         if attempt is None or (not attempt.number and attempt.idempotency_key is None):
             # The client says that it has not sent this request before, and nothing else would tell.
             return None, None
         session = self._open_for(message.credential)
         attempts = self._extras[session.id].attempts
-        while (sending := attempts.recognise(attempt, anyio.current_time())) is not None:
-            if sending.is_cut:
-                cut = sending
+        while (cached := attempts.recognise(attempt, anyio.current_time())) is not None:
+            if cached.is_cut:
+                replaced = cached
                 break
             self._num_retries += 1
-            if sending.work is not None:
-                await sending.work.wait()
-            if sending.answers is not None:
-                return tuple(evolve(answer, is_repeated=True) for answer in sending.answers), None
+            if cached.work is not None:
+                await cached.work.wait()
+            if cached.answers is not None:
+                return tuple(evolve(answer, is_repeated=True) for answer in cached.answers), None
             # The earlier sending ended without an answer, so this retry takes its place.
-            attempts.forget(sending)
-            cut = sending
+            attempts.forget(cached)
+            replaced = cached
             # With a key, another waiting retry may have begun to sample already; look again and join it.
-            if sending.key is None:
+            if cached.key is None:
                 break
-        return None, cut
+        return None, replaced
 
     def _open_for(self, credential: Credential) -> Session:
         return self._store.for_completion(credential, anyio.current_time())
 
-    def _begin(self, message: Complete | StreamComplete, cut: CachedRequest[PendingRequest] | None) -> PendingRequest:
-        """Begin a turn, which takes the place of the request that was ``cut``."""
+    def _begin(
+        self, message: Complete | StreamComplete, replaced: CachedRequest[PendingRequest] | None
+    ) -> PendingRequest:
+        """Begin a turn, in the place of the request that is ``replaced``, if any."""
         session = self._open_for(message.credential)
         extras = self._extras[session.id]
         request = message.request
@@ -553,7 +555,7 @@ class SessionManager(Actor[Sessions]):
             sample_keys=extras.keys,
             journal=extras.journal,
             is_streaming=isinstance(message, StreamComplete),
-            asked=None if cut is None else cut.asked,
+            asked=None if replaced is None else replaced.asked,
             tag=tag,
         )
         turn.begin_in(extras.attempts, message.attempt)

@@ -67,7 +67,7 @@ Streams = list[AsyncIterator[Chunk]]
 class PendingRequest:
     """A request in progress, with one choice and one engine request per answer.
 
-    ``sending`` is set if the request may be retried, ``journal`` if its session is durable.
+    ``cached`` is set if the request may be retried, ``journal`` if its session is durable.
     """
 
     session: Session
@@ -75,7 +75,7 @@ class PendingRequest:
     choices: tuple[Choice, ...]
     requests: tuple[EngineRequest, ...]
     is_streaming: bool = False
-    sending: CachedRequest[PendingRequest] | None = None
+    cached: CachedRequest[PendingRequest] | None = None
     journal: SessionJournal | None = None
     span: Span | None = None
     _ended: anyio.Event | None = field(default=None, init=False)
@@ -90,8 +90,8 @@ class PendingRequest:
             attempts.note_read(self.plan.parent)
         if attempt is not None:
             interactions = tuple(choice.interaction for choice in self.choices)
-            self.sending = attempts.begin(attempt, interactions, self, anyio.current_time())
-            self.sending.asked = asked_of(self.plan.request, self.requests[0].key)
+            self.cached = attempts.begin(attempt, interactions, self, anyio.current_time())
+            self.cached.asked = asked_of(self.plan.request, self.requests[0].key)
 
     def trace(self, span: Span | None) -> None:
         """Have the request, whose prompt has been rendered, described by ``span``."""
@@ -125,10 +125,10 @@ class PendingRequest:
             return tuple([choice.complete() for choice in choices])
 
     def _event(self, interaction: Interaction, answer: Answer | None, now: float) -> TurnEnded:
-        match, sending = self.plan.match, self.sending
+        match, cached = self.plan.match, self.cached
         attempt = None
-        if sending is not None:
-            attempt = Attempt(fingerprint=sending.fingerprint, number=sending.number, idempotency_key=sending.key)
+        if cached is not None:
+            attempt = Attempt(fingerprint=cached.fingerprint, number=cached.number, idempotency_key=cached.key)
         assert self.journal is not None
         return TurnEnded(
             session=self.journal.session,
@@ -154,9 +154,9 @@ class PendingRequest:
             self.journal.note(*[self._event(tree.get(interaction), None, wall_now) for interaction in unanswered])
         # Time spent on a long answer does not count as idle.
         now = self.session.last_used_at = anyio.current_time()
-        if self.sending is not None:
+        if self.cached is not None:
             answers = tuple(choice.answer for choice in self.choices if choice.answer is not None)
-            self.sending.end(answers if len(answers) == len(self.choices) else None, now)
+            self.cached.end(answers if len(answers) == len(self.choices) else None, now)
         if self._ended is not None:
             self._ended.set()
         if self.span is not None:

@@ -74,12 +74,12 @@ class CachedRequest(Generic[W]):
 class RetryCache(Generic[W]):
     """The requests of one session that may be sent again, oldest first, with one entry per interaction."""
 
-    _sendings: dict[InteractionId, CachedRequest[W]] = field(factory=dict, init=False)
+    _requests: dict[InteractionId, CachedRequest[W]] = field(factory=dict, init=False)
     _by_key: dict[str, CachedRequest[W]] = field(factory=dict, init=False)
 
     def __len__(self) -> int:
         """Return the number of interactions that are remembered."""
-        return len(self._sendings)
+        return len(self._requests)
 
     def recognise(self, attempt: Attempt, now: float) -> CachedRequest[W] | None:
         """Return the request that ``attempt`` repeats, or ``None`` if it is a new one.
@@ -101,14 +101,14 @@ class RetryCache(Generic[W]):
             # Equality alone proves nothing: parallel identical calls are siblings. Only a number above 0 declares a
             # retry.
             candidates = [
-                sending
-                for sending in reversed(self._sendings.values())  # among equals, the latest
-                if sending.fingerprint == attempt.fingerprint
-                and sending.key is None
-                and sending.number < attempt.number
-                and not _is_old(sending, now)
+                cached
+                for cached in reversed(self._requests.values())  # among equals, the latest
+                if cached.fingerprint == attempt.fingerprint
+                and cached.key is None
+                and cached.number < attempt.number
+                and not _is_old(cached, now)
             ]
-            found = max(candidates, key=lambda sending: (sending.number, sending.is_cut), default=None)
+            found = max(candidates, key=lambda cached: (cached.number, cached.is_cut), default=None)
             if found is not None:
                 # Raising the number keeps a parallel retry with the same number from being given the same request.
                 found.number = attempt.number
@@ -120,41 +120,41 @@ class RetryCache(Generic[W]):
         self, attempt: Attempt, interactions: tuple[InteractionId, ...], work: W | None, now: float
     ) -> CachedRequest[W]:
         """Remember a request that is being sampled, and drop entries that are too old."""
-        sending = CachedRequest(
+        cached = CachedRequest(
             fingerprint=attempt.fingerprint,
             key=attempt.idempotency_key,
             number=attempt.number,
             interactions=interactions,
             work=work,
         )
-        self._sendings.update(dict.fromkeys(interactions, sending))
-        if sending.key is not None:
-            self._by_key[sending.key] = sending
-        while _is_old(oldest := next(iter(self._sendings.values())), now):
+        self._requests.update(dict.fromkeys(interactions, cached))
+        if cached.key is not None:
+            self._by_key[cached.key] = cached
+        while _is_old(oldest := next(iter(self._requests.values())), now):
             self.forget(oldest)
-        while len(self._sendings) > MAX_REMEMBERED:
+        while len(self._requests) > MAX_REMEMBERED:
             # Pending requests stay for as long as they run: the retry of a forgotten one would be sampled in parallel.
-            ended = next((each for each in self._sendings.values() if each.ended_at is not None), None)
+            ended = next((each for each in self._requests.values() if each.ended_at is not None), None)
             if ended is None:
                 break
             self.forget(ended)
-        return sending
+        return cached
 
     def note_read(self, interaction: InteractionId) -> None:
         """Record that the client has received this answer. A request with an idempotency key can still be repeated."""
-        sending = self._sendings.get(interaction)
-        if sending is not None and sending.key is None:
-            self.forget(sending)
+        cached = self._requests.get(interaction)
+        if cached is not None and cached.key is None:
+            self.forget(cached)
 
-    def forget(self, sending: CachedRequest[W]) -> None:
+    def forget(self, cached: CachedRequest[W]) -> None:
         """Drop a request that is sampled again or will not be retried."""
-        for interaction in sending.interactions:
-            self._sendings.pop(interaction, None)
-        if sending.key is not None and self._by_key.get(sending.key) is sending:
-            del self._by_key[sending.key]
+        for interaction in cached.interactions:
+            self._requests.pop(interaction, None)
+        if cached.key is not None and self._by_key.get(cached.key) is cached:
+            del self._by_key[cached.key]
 
 
-def _is_old(sending: CachedRequest[W], now: float) -> bool:
+def _is_old(cached: CachedRequest[W], now: float) -> bool:
     """Return whether a numbered request ended too long ago to be repeated."""
     # Requests with an idempotency key are kept while there is room, because their clients may return much later.
-    return sending.key is None and sending.ended_at is not None and now - sending.ended_at > RETRY_SECONDS
+    return cached.key is None and cached.ended_at is not None and now - cached.ended_at > RETRY_SECONDS

@@ -317,12 +317,18 @@ def test_help_imports_no_torch():
     assert __version__ in version
 
 
-@pytest.mark.parametrize("loaded", ["click.core", "areal_actors.config"])
-def test_interrupt_during_imports_prints_no_traceback(tmp_path, loaded):
-    """Real processes, each interrupted as soon as a module is loaded: 130, one line, and nothing on the disk."""
+@pytest.mark.parametrize(
+    ("loaded", "inherited"),
+    [("click.core", signal.default_int_handler), ("areal_actors.config", signal.SIG_IGN)],
+    ids=["terminal", "background"],
+)
+def test_interrupt_during_imports_prints_no_traceback(tmp_path, loaded, inherited):
+    """Real processes, each interrupted as soon as a module is loaded: 130, one line, and nothing on the disk.
+
+    A script starts background jobs with SIGINT ignored, which is the signal that ends a run nevertheless.
+    """
     words = ("train", "tiny.yaml", "--run-dir", str(tmp_path / "run"))
-    # A shell starts background jobs with SIGINT ignored, and children inherit that unless this process handles it.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = signal.signal(signal.SIGINT, inherited)
     process = subprocess.Popen(
         [sys.executable, "-X", "importtime", "-m", "areal_actors", *words],
         stdout=subprocess.DEVNULL,

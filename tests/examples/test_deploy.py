@@ -74,6 +74,34 @@ def test_proxies_with_tls_do_not_buffer_streams(name: str):
     assert "16m" in text.lower()
 
 
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        ("nginx", ["-t", "-c", "PLACE/main.conf", "-p", "PLACE"]),
+        ("caddy", ["validate", "--adapter", "caddyfile", "--config", "PLACE/Caddyfile"]),
+        ("promtool", ["check", "config", "PLACE/prometheus.yml"]),
+        ("promtool", ["check", "rules", "PLACE/alerts.yml"]),
+    ],
+)
+def test_programs_accept_their_files(tmp_path: Path, program: str, words: list[str]):
+    """Those that are installed here."""
+    if (found := shutil.which(program)) is None:
+        pytest.skip(f"apt-get install {'prometheus' if program == 'promtool' else program}")
+    for path in DEPLOY.iterdir():
+        shutil.copy(path, tmp_path)
+    if program == "nginx":
+        # Without the certificate, which it would load, and without a port, which it would open.
+        text = re.sub(r"ssl_certificate.*;", "", (DEPLOY / "nginx.conf").read_text())
+        text = text.replace("listen 443 ssl", f"listen unix:{tmp_path}/s")
+        kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+        text = f"access_log off; {''.join(f'{kind}_temp_path {tmp_path}/{kind};' for kind in kinds)} {text}"
+        (tmp_path / "main.conf").write_text(f"pid {tmp_path}/pid; events {{}} http {{ {text} }}")
+    command = [found, *(word.replace("PLACE", str(tmp_path)) for word in words)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert 0 == done.returncode, done.stderr
+
+
 def test_the_commands_of_the_files_are_those_of_the_program(monkeypatch):
     """Those of the unit, the image, the compose file and the manifest."""
     monkeypatch.chdir(ROOT)

@@ -137,6 +137,9 @@ def test_comparison_is_a_table_with_notes(tmp_path: Path):
     for name, rate, reward in (("a", 1e-3, 0.5), ("b", 1e-3, 0.7), ("c", 1e-2, 0.2)):
         write_run(tmp_path / name, {"seed": ord(name), "rate": rate}, [reward], is_finished=name != "c")
     shown = format_comparison(compare_runs([tmp_path]))
+    for number in range(2):
+        write_run(tmp_path / f"other-{number}", {str(key): number for key in range(9)}, [number])
+    wide = format_comparison(compare_runs([tmp_path]))
     named = CliRunner().invoke(cli, ["compare", str(tmp_path), "--metric", "stepp"])
 
     head, first, second, _, note = shown.splitlines()
@@ -144,4 +147,6 @@ def test_comparison_is_a_table_with_notes(tmp_path: Path):
     assert ["0.001", "2", "1", "0.6", "±", "1.3"] == first.split()
     assert ["0.01", "1", "1", "0.2"] == second.split()
     assert note.endswith("c is not finished: failed")
+    assert "The groups differ in 10 settings; --json has them all." in wide
+    assert f"{tmp_path.name}/other-0" in wide
     assert "No run has the metric stepp; did you mean step?" in named.stderr

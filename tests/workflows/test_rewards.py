@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import anyio
 import pytest
@@ -23,8 +22,8 @@ def score(answer: str, *, truth: str) -> float:
     return float(answer == truth) + os.getpid()
 
 
-def fail(_: Any) -> float:
-    raise KeyError("no such field")
+def fail(kind: type[BaseException]) -> float:
+    raise kind("no such field")
 
 
 def die(marker: str, *, times: int) -> float:
@@ -63,9 +62,11 @@ async def test_reward_function_runs_in_reused_workers() -> None:
 
 
 async def test_reward_function_error_fails_the_episode() -> None:
-    """With its own words."""
-    with pytest.raises(EpisodeError, match="Reward function fail raised KeyError: 'no such field'"):
-        await AsyncRewardWrapper(fail)(1)
+    """With its own words, whatever it raises, and in a worker that goes on."""
+    wrapped = AsyncRewardWrapper(fail)
+    for kind in (KeyError, SystemExit, KeyboardInterrupt, GeneratorExit):
+        with pytest.raises(EpisodeError, match=f"Reward function fail raised {kind.__name__}: '?no such field"):
+            await wrapped(kind)
 
 
 async def test_reward_worker_that_died_fails_its_call(tmp_path: Path) -> None:

@@ -35,27 +35,34 @@ QUICK = ("logging.trackers=[]", "logging.display=plain", "engine.num_threads=1",
 def host(fileroot: Path, *more: str) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
     """The command line, and its administrator."""
     command = ["host", str(ROOT / "examples/serve.yaml"), "host.port=0", f"fileroot={fileroot}", *QUICK, *more]
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    # In the abstract namespace, whose names are short whatever the directory.
+    name = f"areal-host-{os.getpid()}"
+    variables = {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "NOTIFY_SOCKET": f"@{name}"}
+    environment = os.environ | variables
     log = fileroot.with_suffix(".log")
-    with log.open("a") as errors:
-        running = subprocess.Popen(
-            [sys.executable, "-m", "areal_actors", *command],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-        )
-    try:
-        assert running.stdout is not None
-        found = re.match(r"Listening at (\S+); the admin key is in (\S+)\.$", running.stdout.readline())
-        assert found, log.read_text()
-        assert "starting the host; services load" in log.read_text()
-        headers = {"authorization": f"Bearer {Path(found[2]).read_text().strip()}"}
-        with httpx.Client(base_url=found[1], headers=headers, timeout=MAX_SECONDS) as admin:
-            yield running, admin
-    finally:
-        running.kill()
-        running.communicate()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(f"\0{name}")
+        manager.settimeout(MAX_SECONDS)
+        with log.open("a") as errors:
+            running = subprocess.Popen(
+                [sys.executable, "-m", "areal_actors", *command],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+        try:
+            assert running.stdout is not None
+            found = re.match(r"Listening at (\S+); the admin key is in (\S+)\.$", running.stdout.readline())
+            assert found, log.read_text()
+            assert "starting the host; services load" in log.read_text()
+            assert manager.recv(64) == b"READY=1"
+            headers = {"authorization": f"Bearer {Path(found[2]).read_text().strip()}"}
+            with httpx.Client(base_url=found[1], headers=headers, timeout=MAX_SECONDS) as admin:
+                yield running, admin
+        finally:
+            running.kill()
+            running.communicate()
 
 
 def pids(admin: httpx.Client) -> dict[str, int]:

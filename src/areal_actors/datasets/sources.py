@@ -177,8 +177,9 @@ def read_json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                     advice = _advise(line) or f"save the file as UTF-8; it has {line[error.start : error.end]!r} here"
                     raise DatasetError(f"{path}, line {number} is not UTF-8 text: {advice}.") from None
                 except ValueError as error:
-                    advice = _advise(line) if number == 1 or b"\0" in line else None
-                    raise DatasetError(f"{path}, line {number} is not JSON: {advice or error}.") from None
+                    # Of a later line, only damage is certain: the first one was JSON.
+                    reason = (_advise(line) if number == 1 or b"\0" in line else None) or error
+                    raise DatasetError(f"{path}, line {number} is not JSON: {reason}.") from None
                 if not isinstance(row, dict):
                     raise DatasetError(
                         f"{path}, line {number} is a JSON {type(row).__name__}; each line is one object"

@@ -159,7 +159,7 @@ _PROMPT = ChatMessage(role="user", content="Count to three.")
 """About the shortest conversation that an agent has."""
 
 
-def require_room(renderer: Renderer, max_tokens: int) -> None:
+def require_context(renderer: Renderer, max_tokens: int) -> None:
     """Raise ``ConfigError`` if ``max_tokens`` hold no conversation."""
     needed = len(renderer.render([_PROMPT])) + 1
     if needed > max_tokens:
@@ -179,7 +179,7 @@ async def check_capture_of(generation: Ref[Generation], *, policy: PolicyTrainer
     policy.expect_engine(dtype=view.info.dtype)
     if not policy.config.capture.enabled:
         return
-    require_room(renderer, view.info.context_length)
+    require_context(renderer, view.info.context_length)
     prompt = renderer.render([_PROMPT])
 
     async def compare(prompt: Ints, sampled: Completion) -> str | None:

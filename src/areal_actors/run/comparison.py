@@ -24,7 +24,10 @@ from areal_actors.viewer import ViewedRun, find_runs
 
 _SAMPLES = frozenset({"seed", "experiment_name", "trial_name", "fileroot"})
 """Settings in which the runs of one group may differ."""
-_SHOWN_SETTING = 24
+_MAX_SHOWN = 40
+"""Characters of a setting in the table."""
+_MAX_COLUMNS = 5
+"""Settings that the table has room for. Runs of two experiments differ in dozens."""
 _DEFAULT_METRICS = ("reward", "eval_reward")
 
 
@@ -59,7 +62,7 @@ def compare_runs(paths: Sequence[Path], *, num_last: int = 1) -> Comparison:
     """
     runs = [run for run in find_runs(paths).values() if run.directory.metrics.exists()]
     if not runs:
-        raise RunDirectoryError(f"No run in {', '.join(map(str, paths))} has made a step.")
+        raise RunDirectoryError("No run has made a step.")
     settings = {run.name: _read_settings(run) for run in runs}
     names = sorted(set().union(*settings.values()) - _SAMPLES)
     differing = [name for name in names if len({repr(own.get(name)) for own in settings.values()}) > 1]
@@ -117,17 +120,21 @@ def format_comparison(comparison: Comparison, metrics: Sequence[str] = ()) -> st
         advice = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}."
         raise RunDirectoryError(f"No run has the metric {absent[0]}; {advice}")
     shown = metrics or [name for name in _DEFAULT_METRICS if name in known]
-    settings = list(comparison.groups[0].settings)
-    lines = [[*settings, "runs", "steps", *shown]]
+    settings = tuple(comparison.groups[0].settings)
+    is_wide = len(settings) > _MAX_COLUMNS
+    lines = [[*(("first run",) if is_wide else settings), "runs", "steps", *shown]]
     for group in comparison.groups:
         least, most = group.steps
-        chosen = ("null" if value is None else str(value)[:_SHOWN_SETTING] for value in group.settings.values())
+        values = group.runs[:1] if is_wide else group.settings.values()
+        chosen = ("null" if value is None else str(value)[:_MAX_SHOWN] for value in values)
         steps = str(most) if least == most else f"{least}-{most}"
         lines.append([*chosen, str(len(group.runs)), steps, *(_format(group.metrics.get(name)) for name in shown)])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     table = ["  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in lines]
     of = "the last value" if comparison.num_last == 1 else f"the mean of the last {comparison.num_last} values"
     table.append(f"Mean over runs of {of}, and half of its 95 % interval (Student's t).")
+    if is_wide:
+        table.append(f"The groups differ in {len(settings)} settings; --json has them all.")
     table += [f"{name} is not finished: {status}" for name, status in comparison.unfinished.items()]
     return "\n".join(table)
 

@@ -42,7 +42,7 @@ from areal_actors.models import resolve_model, resolve_tokenizer
 from areal_actors.proxy.access import create_admin_key
 from areal_actors.proxy.server import bind
 from areal_actors.run.advice import advise, find_singletons, size_setting
-from areal_actors.run.checks import require_room, try_functions
+from areal_actors.run.checks import require_context, try_functions
 from areal_actors.run.control_plane import controller_address
 from areal_actors.run.directory import require_packages
 from areal_actors.run.job import load_rendering, load_set, load_training_problems, prepare_agents
@@ -157,7 +157,7 @@ def _check_model(config: RunConfig) -> Iterator[Finding]:
     model = resolve_model(config.model, has_tokenizer=config.tokenizer is None)
     if config.tokenizer is not None:
         resolve_tokenizer(config.tokenizer)
-    require_room(load_rendering(config), config.engine.max_length)
+    require_context(load_rendering(config), config.engine.max_length)
     yield Finding(Verdict.OK, f"{config.model} in {model.path}, {format_size(_weight_bytes(config))}")
 
 

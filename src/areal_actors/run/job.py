@@ -162,9 +162,9 @@ def load_problem_sets(
     """
     problems = (None if is_external else load_training_problems(config)) or None
     held_out = load_held_out(config)
-    for settings, found in ((config.training_sets, problems or {}), (config.held_out_sets, held_out)):
-        for name, one in found.items():
-            if (shortage := find_shortage(settings[name], one)) is not None:
+    for datasets, loaded in ((config.training_sets, problems or {}), (config.held_out_sets, held_out)):
+        for name, one in loaded.items():
+            if (shortage := find_shortage(datasets[name], one)) is not None:
                 _log.warning("dataset", detail=shortage)
     for name, found in held_out.items():
         num_shared = 0 if problems is None else find_overlap(found, *problems.values())

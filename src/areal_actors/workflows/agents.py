@@ -166,7 +166,7 @@ def describe_error(error: BaseException) -> str:
     except Exception as broken:  # noqa: BLE001 - the ``__str__`` of an agent's exception may raise anything
         text = f"its text cannot be read, since __str__ raised {type(broken).__name__}"
     is_ours = isinstance(error, ArealError)
-    return text if is_ours and text else f"{type(error).__name__}: {text}"
+    return text if is_ours and text else f"{type(error).__name__}: {text}".removesuffix(": ")
 
 
 def _shorten(value: object, *, limit: int = 80) -> str:

@@ -95,7 +95,7 @@ def _run(call: Callable[[], Any]) -> tuple[bool, Any]:
     try:
         value = call()
         pickle.dumps(value)
-    except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001 - raised by the caller, as its own error
-        # anyio would send the last two to the caller as they are, and there they would end the run.
+    except BaseException as error:  # noqa: BLE001 - raised by the caller, as its own error
+        # anyio would send KeyboardInterrupt and SystemExit to the caller as they are, and there they would end the run.
         return False, describe_error(error)
     return True, value

@@ -8,6 +8,7 @@ from attrs import field, frozen
 from attrs.validators import ge, gt, le
 
 from areal_actors.generation.torch.config import TorchEngineConfig
+from areal_actors.lib.settings import check_host
 
 
 @frozen(kw_only=True)
@@ -23,7 +24,7 @@ class TinkerConfig:
     """Further names by which clients may call the base model, such as its id on the hub."""
     fileroot: Path = Path("tinker")
     """Directory of the checkpoints."""
-    host: str = "127.0.0.1"
+    host: str = field(default="127.0.0.1", validator=check_host)
     port: int = field(default=8000, validator=[ge(0), le(65535)])
     api_key: str | None = field(default=None, repr=False)
     """The key that clients send; without one, every key is accepted, and each has its own models."""

@@ -51,7 +51,9 @@ def format_summary(
         lines.append(f"weights: {run}/weights")
     else:
         # The weights of the last checkpoint.
-        following += [f"export {run}", f"{command} {job} --resume"]
+        following.append(f"export {run}")
+        place = "" if summary.run_dir == config.run_directory.path else f" --run-dir {run}"
+        following.append(f"{command} {job} --resume{place}")
     return "\n".join([*lines, "Next:", *(f"  areal-actors {words}" for words in following)])
 
 

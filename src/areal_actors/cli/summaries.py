@@ -39,7 +39,8 @@ def format_summary(
         ("held out", summary.eval_first, summary.eval_last),
     ):
         if first is not None and last is not None:
-            lines.append(f"{name} {first:.3f} -> {last:.3f}")
+            # Equal numbers are those of the only one.
+            lines.append(f"{name} {last:.3f}" if first == last else f"{name} {first:.3f} -> {last:.3f}")
     # A display has said it already.
     if summary.verdict is not None and config.logging.display is DisplayStyle.NONE:
         lines.append(f"This run did not learn: {summary.verdict}")

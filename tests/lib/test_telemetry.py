@@ -10,10 +10,12 @@ import secrets
 from pathlib import Path
 
 import pytest
+from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_actors.lib.telemetry import get_logger, logging_to_file, logging_to_stream, redact
+from areal_actors.domain import Episode, SessionId
+from areal_actors.lib.telemetry import get_logger, kind_of, logging_to_file, logging_to_stream, redact
 
 log = get_logger("areal_actors.tests")
 
@@ -156,3 +158,16 @@ def test_log_on_a_full_disk_loses_records_only(capsys):
         log.warning("second")
 
     assert [f"{FULL} cannot be written: No space left on device"] == capsys.readouterr().err.splitlines()
+
+
+@given(secret=st.binary(min_size=16, max_size=16), process=st.sampled_from(["", ".1"]))
+def test_failure_of_an_episode_has_no_secret_and_a_kind(secret, process):
+    """Also where an agent's own exception quotes the bare id of its session; ids and keys make no other kind."""
+    token = base64.urlsafe_b64encode(secret).rstrip(b"=").decode()
+    session = f"train-5-0-{token}{process}"
+    failure = f"KeyError: '{session}' with sk-{token}, number {secret[0]}"
+    episode = Episode(session=SessionId(session), member=0, failure=failure, traceback=failure, cut_short=failure)
+
+    assert all(token not in text for text in (episode.failure, episode.traceback, episode.cut_short))
+    assert kind_of(episode.failure) == kind_of(failure) == "KeyError: '#' with #, number #"
+    assert evolve(episode, member=1).failure == episode.failure

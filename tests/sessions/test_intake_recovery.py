@@ -34,7 +34,7 @@ from areal_actors.errors import CapacityExhausted, NotFound, Unavailable
 from areal_actors.errors import SessionEnded as CameTooLate
 from areal_actors.generation.actor import GenerationActor
 from areal_actors.journal import MemoryJournal, recover, restore_groups
-from areal_actors.kernel import ActorSystem, Ref
+from areal_actors.kernel import ActorSystem, Message, Ref
 from areal_actors.messages import (
     AcknowledgeLease,
     Capacity,
@@ -45,6 +45,7 @@ from areal_actors.messages import (
     Exports,
     Intake,
     LeaseGroups,
+    Progress,
     SaveVersion,
     Sessions,
     StartSession,
@@ -104,11 +105,11 @@ class Reporter(Notebook):
         super().__init__()
         self._told = told
 
-    @EpisodeFinished.handler
-    async def episode(self, message: EpisodeFinished) -> None:
-        session = message.episode.session
-        assert message.is_repeated or session not in self._told
-        self._told[session] = message.version
+    async def write(self, message: Message[Progress, None]) -> None:
+        if isinstance(message, EpisodeFinished):
+            session = message.episode.session
+            assert message.is_repeated or session not in self._told
+            self._told[session] = message.version
 
 
 @define

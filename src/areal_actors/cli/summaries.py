@@ -39,7 +39,8 @@ def format_summary(
         ("held out", summary.eval_first, summary.eval_last),
     ):
         if first is not None and last is not None:
-            lines.append(f"{name} {first:.3f} -> {last:.3f}")
+            # Equal numbers are those of the only one.
+            lines.append(f"{name} {last:.3f}" if first == last else f"{name} {first:.3f} -> {last:.3f}")
     # A display has said it already.
     if summary.verdict is not None and config.logging.display is DisplayStyle.NONE:
         lines.append(f"This run did not learn: {summary.verdict}")
@@ -51,7 +52,9 @@ def format_summary(
         lines.append(f"weights: {run}/weights")
     else:
         # The weights of the last checkpoint.
-        following += [f"export {run}", f"{command} {job} --resume"]
+        following.append(f"export {run}")
+        place = "" if summary.run_dir == config.run_directory.path else f" --run-dir {run}"
+        following.append(f"{command} {job} --resume{place}")
     return "\n".join([*lines, "Next:", *(f"  areal-actors {words}" for words in following)])
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from attrs import Converter, evolve, field, frozen
+from attrs import evolve, field, frozen
 from attrs.converters import optional
 
 from areal_actors.domain.chat import InteractionId, SessionId
@@ -193,14 +193,6 @@ class Problem:
         return self.source, self.position
 
 
-def _redacted(text: str | None, episode: Episode) -> str | None:
-    # An agent's exception may quote anything that it knows, such as the id of its session without a URL around it.
-    return None if text is None else redact(text, session=episode.session)
-
-
-_text: Any = Converter(_redacted, takes_self=True)  # type: ignore[call-overload, unused-ignore] - of a class that follows
-
-
 @frozen(kw_only=True)
 class Episode:
     """One run of an agent on a problem. A failed one has a ``failure`` and no trajectories.
@@ -220,15 +212,21 @@ class Episode:
     num_turns: int = 0
     num_empty_turns: int = 0
     seconds: float = 0.0
-    failure: str | None = field(default=None, converter=_text)
-    traceback: str | None = field(default=None, converter=_text)
+    failure: str | None = None
+    traceback: str | None = None
     is_rejected: bool = False
-    cut_short: str | None = field(default=None, converter=_text)
+    cut_short: str | None = None
     is_restored: bool = False
     logged: Mapping[str, float] = field(factory=dict)
     """Named numbers that the agent logged, including those of a failed episode."""
     limit: str | None = None
     """The limit that refused a request of its agent, such as ``max_turns``."""
+
+    def __attrs_post_init__(self) -> None:
+        """Shorten keys and the session's id: an agent's exception may quote anything that it knows."""
+        for name in ("failure", "traceback", "cut_short"):
+            if (text := getattr(self, name)) is not None:
+                object.__setattr__(self, name, redact(text, session=self.session))
 
     def _repr_html_(self) -> str:
         """Return the episode and its rows as tables, for notebooks."""

@@ -139,7 +139,7 @@ def redact(text: str, *, session: str | None = None) -> str:
 def kind_of(text: str) -> str:
     """Return ``text`` with numbers, ids and keys masked, so that messages which differ in these alone are equal."""
     # An id has a digit, or was shortened.
-    return re.sub(r"[\w-]*(?:\d|…)[\w…-]*", "#", redact(text))
+    return re.sub(r"[\w.-]*(?:\d|…)[\w….-]*", "#", redact(text))
 
 
 def redact_settings(text: str) -> str:

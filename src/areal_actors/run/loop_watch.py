@@ -54,18 +54,20 @@ class LoopWatch:
 
     def _look(self, stopped: threading.Event) -> None:
         """Sample the stack of the loop's thread until ``stopped``."""
-        seen, num_samples, queued = (0, 0), 0, self._queued_seconds()
+        seen, num_samples, began = (0, 0), 0, (0.0, 0.0)
+        looked = time.monotonic(), self._queued_seconds()
         while not stopped.wait(_INTERVAL_SECONDS):
-            turn, seconds = self._turn, time.monotonic() - self._turned_at
-            if seconds < 2 * _INTERVAL_SECONDS:
-                queued = self._queued_seconds()
+            before, looked = looked, (time.monotonic(), self._queued_seconds())
+            turn = self._turn
+            if looked[0] - self._turned_at < 2 * _INTERVAL_SECONDS:
                 continue
             assert self._thread.ident is not None
             frame = find_agent_frame(sys._current_frames().get(self._thread.ident))  # noqa: SLF001 - the public way
             sample = (turn, id(frame))
-            num_samples = num_samples + 1 if sample == seen else 1
-            seen = sample
-            seconds -= self._queued_seconds() - queued
+            if sample != seen:
+                seen, num_samples, began = sample, 0, before
+            num_samples += 1
+            seconds = looked[0] - began[0] - (looked[1] - began[1])
             if frame is not None and num_samples >= _MIN_SAMPLES and seconds > self.longest.seconds:
                 code = frame.f_code
                 self.longest = BlockedLoop(

@@ -65,7 +65,8 @@ async def test_page_accepts_a_bearer_token(page):
     run = {"run": "shown/trial"}
 
     (row,) = (await client.get("/api/runs")).json()["runs"]
-    assert ("shown/trial", 3, 0.3, {}) == (row["name"], row["steps"], row["reward_last"], row["settings"])
+    assert ("shown/trial", 3, 0.3) == (row["name"], row["steps"], row["reward_last"])
+    assert {"proxy.admin_key": "area…"} == row["settings"]
     assert 3 == (await client.get("/api/run", params=run)).json()["steps"]
     curves = (await client.get("/api/curves", params=run | {"key": "reward"})).json()
     assert ([1.0, 2.0, 3.0], [0.1, 0.2, 0.3]) == (curves["x"], curves["curves"]["shown/trial"]["reward"]["mean"])

@@ -132,7 +132,7 @@ def test_page_is_used_with_the_keyboard_and_linked(tmp_path: Path):
         tab.focus('.sibling[tabindex="0"]')
         tab.keyboard.press("ArrowLeft")
         expect(tab.locator("#sample")).to_contain_text("Sample 0 earned 0, 0.5 below")
-        expect(tab.locator("#sample")).to_contain_text("The tokens of this sample were not kept")
+        expect(tab.locator("#sample")).to_contain_text("Tokens are kept of some conversations")
         link = tab.url
         tab.click("#tab-curves")
         tab.go_back()

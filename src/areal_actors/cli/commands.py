@@ -428,7 +428,7 @@ def runs(*, paths: tuple[Path, ...], is_json: bool) -> None:
 @verbose_option
 @explains_errors
 def view(*, runs: tuple[Path, ...], host: str, port: int) -> None:
-    """Show runs in a browser: curves, groups, conversations token by token, failures.
+    """Show runs in a browser: a table of runs, curves, conversations token by token, failures.
 
     RUN_DIR is the directory of a run, finished, failed or still running, or one that contains runs (default: runs).
     Several are compared on one page. The printed URL has a token, without which nothing is shown. Ctrl-C ends it.

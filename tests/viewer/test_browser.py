@@ -129,7 +129,12 @@ def test_page_is_used_with_the_keyboard_and_linked(tmp_path: Path):
         tab.focus("button.problem >> nth=0")
         tab.keyboard.press("ArrowDown")
         expect(tab.locator("#group")).to_contain_text("problem 0 · version 1")
+        expect(tab.locator("#sample")).to_contain_text("Sample 1 earned 1")
+        tab.keyboard.press("ArrowLeft")  # from the list, and back among the samples
+        expect(tab.locator("#sample")).to_contain_text("Sample 0 earned 0")
         tab.focus('.sibling[tabindex="0"]')
+        tab.keyboard.press("ArrowRight")
+        expect(tab.locator("#sample")).to_contain_text("Sample 1 earned 1")
         tab.keyboard.press("ArrowLeft")
         expect(tab.locator("#sample")).to_contain_text("Sample 0 earned 0, 0.5 below")
         expect(tab.locator("#sample")).to_contain_text("Tokens are kept of some conversations")

@@ -120,6 +120,7 @@ class ViewedRun:
             "ended": record and record.ended,
             "changed_at": self.changed_at,
             **self._cache.get(self.directory.metrics, self._summarize),
+            "model": self.directory.model,  # written after the last step
             "total_steps": settings.get("total_steps", {}).get("value"),
             # For groups of seeds; runs of one experiment differ in few settings.
             "settings": {

@@ -114,6 +114,7 @@ function drawList(kind, isCut) {
   const found = table("Problems", [first, "problem", "rewards", "mean"], rows);
   if (!found.querySelector('button[tabindex="0"]')) found.querySelector("button.problem")?.setAttribute("tabindex", 0);
   roving(found, "button.problem", { next: "ArrowDown", previous: "ArrowUp" });
+  found.addEventListener("keydown", (event) => openSibling({ ArrowRight: 1, ArrowLeft: -1 }[event.key] ?? 0));
   const tally = `${counted(listed.length, "problem")}${isCut ? ", the newest; narrow the search for others" : ""}.`;
   const hint = " A square is an episode: the fuller, the higher its reward.";
   renew($("group-list"), h("p", { class: "facts", id: "num-groups" }, tally, hint), listed.length > 0 && found);
@@ -203,6 +204,13 @@ async function openGroup({ kind, version, task }, sample, isStep = false) {
   );
   roving(strip, "button", { next: "ArrowRight", previous: "ArrowLeft" });
   if (wanted) await openSample(wanted, false);
+}
+
+/** Open the sample next to the one that is shown. */
+function openSibling(step) {
+  const siblings = [...$("group").querySelectorAll(".sibling")];
+  const at = siblings.findIndex((button) => button.getAttribute("aria-pressed") === "true");
+  if (step && at >= 0) siblings[at + step]?.click();
 }
 
 const directionOf = (value) => (value > 1e-9 ? "up" : value < -1e-9 ? "down" : "");

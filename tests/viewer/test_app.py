@@ -115,6 +115,22 @@ async def test_page_refuses_invalid_requests(page, path, status):
     assert 405 == (await client.post(path)).status_code
 
 
+async def test_unreadable_run_does_not_hide_the_others(directory, tmp_path):
+    """Its row says why, and so does every other request for it."""
+    broken = RunDirectory(path=tmp_path / "broken" / "trial")
+    broken.metrics.mkdir(parents=True)
+    runs = {run.name: run for run in (view_run(directory), view_run(broken))}
+    async with open_page(runs, token="right") as url, httpx.AsyncClient(base_url=url.split("/?")[0]) as client:
+        client.headers["authorization"] = "Bearer right"
+        shown, hidden = (await client.get("/api/runs")).json()["runs"]
+        answer = await client.get("/api/run", params={"run": "broken/trial"})
+
+    assert ("shown/trial", 3) == (shown["name"], shown["steps"])
+    assert ("broken/trial", "unreadable") == (hidden["name"], hidden["status"])
+    assert "Is a directory" in hidden["reason"]
+    assert 500 == answer.status_code
+
+
 async def test_page_shows_a_run_without_files(tmp_path):
     """The page opens before the first step."""
     run = view_run(RunDirectory(path=tmp_path), status=lambda: {"trainer": {"num_queued": 2}})

@@ -291,6 +291,7 @@ def test_host_page_shows_trials_to_their_users(tmp_path: Path):
             playwright.expect(tab.locator("#title")).to_have_text("sums/bob")
             assert [] == complaints
         with opened(url.partition("?")[0], viewport={"width": 390, "height": 800}) as (tab, complaints):
+            assert [] == find_violations(tab)
             tab.fill("input[name=key]", issued.stdout.strip())
             tab.click("button")
             playwright.expect(tab.locator("#title")).to_have_text("sums/ada")

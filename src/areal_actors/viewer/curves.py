@@ -21,6 +21,7 @@ import numpy.typing as npt
 from areal_actors.dashboard.records import parse_records
 
 Column = npt.NDArray[np.float64]
+_NUMBER = (int, float)
 _MAX_POINTS = 2_000
 _MAX_EXTENTS = 4
 """Runs for which the extent of each point is sent, too; it doubles the answer, and more areas hide each other."""
@@ -78,7 +79,8 @@ class MetricsTable:
             known = self._columns.get(key)
             if known is None:
                 known = np.full(self._num_rows, np.nan)
-            added = [value if isinstance(value := record.get(key), int | float) else np.nan for record in records]
+            values = (record.get(key) for record in records)
+            added = [value if isinstance(value, _NUMBER) else np.nan for value in values]
             self._columns[key] = np.concatenate([known, added])
         self._num_rows += len(records)
 

@@ -47,7 +47,7 @@ _EXAMPLES = [
 
 def write_run(path: Path, *, num_steps: int, seed: int, learning_rate: float = 1e-3, total_steps: int = 60) -> None:
     """Write the settings, the metrics and the end of a run whose reward climbs, faster with a higher rate."""
-    draw, directory = random.Random(seed), RunDirectory(path=path)
+    draw, directory = random.Random(path.name), RunDirectory(path=path)
     path.mkdir(parents=True)
     directory.logs.mkdir()
     settings = {

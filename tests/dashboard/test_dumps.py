@@ -209,6 +209,23 @@ def test_resumed_session_sample_drops_repeated_episodes(tmp_path, news, decode):
     assert [record["version"] for record in read_records(path)] == [0, 1]
 
 
+def test_sampled_group_is_complete_and_has_its_advantages(tmp_path, news, decode):
+    """That of the first problem of a version, also what the next version sampled of it, and a few other episodes."""
+    path = tmp_path / "sessions.jsonl"
+    arrived = [(5, 0), (6, 0), (5, 0), (7, 0), (8, 0), (5, 0), (5, 1), (9, 1), (9, 1)]
+    sampler = SessionSampler(path, decode=decode)
+    trained = [GroupsTrained(step=step, advantages={"turn-1": ((0.5, 2),), "else": ((1.0, 1),)}) for step in (1, 2)]
+
+    on_event(sampler, *(news.session(task, version=version) for task, version in arrived), *trained)
+
+    kept = [(record["task_id"], record["version"]) for record in read_records(path)]
+    assert [("5", 0), ("6", 0), ("5", 0), ("7", 0), ("5", 0), ("5", 1), ("9", 1), ("9", 1)] == kept
+    advantages = [{"step": step, "turns": {"turn-1": [[0.5, 2]]}} for step in (1, 2)]
+    assert advantages == list(read_records(tmp_path / "advantages.jsonl"))
+    SessionSampler(path, decode=decode, resumed_step=1).open()
+    assert advantages[:1] == list(read_records(tmp_path / "advantages.jsonl"))
+
+
 def test_run_directory_sets_an_earlier_run_aside(tmp_path):
     """Nothing of it is overwritten, however often a run of the same name is started."""
     directory = RunDirectory(path=tmp_path / "trial")

@@ -33,6 +33,11 @@ def test_log_probabilities_are_those_before_the_step(make_model, make_agent_grou
         assert np.isnan(row.trainer_logprobs[~trained]).all()
         assert not row.advantages[~trained].any()
         assert row.advantages[trained].any()
+        for index, turn in enumerate(row.trajectory.interactions):
+            own = row.advantages[row.trajectory.turns == index]
+            if own.any():  # else another row trains the turn
+                values, counts = zip(*recorder.advantages()[turn], strict=True)
+                np.testing.assert_allclose(np.repeat(values, counts), own, rtol=1e-3)
     assert any(not np.allclose(now, then, atol=1e-4) for now, then in zip(trainer.logprobs(rows), before, strict=True))
 
 

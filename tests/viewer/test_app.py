@@ -65,7 +65,8 @@ async def test_page_accepts_a_bearer_token(page):
     run = {"run": "shown/trial"}
 
     (row,) = (await client.get("/api/runs")).json()["runs"]
-    assert ("shown/trial", 3, 0.3, {}) == (row["name"], row["steps"], row["reward_last"], row["settings"])
+    assert ("shown/trial", 3, 0.3) == (row["name"], row["steps"], row["reward_last"])
+    assert {"proxy.admin_key": "area…"} == row["settings"]
     assert 3 == (await client.get("/api/run", params=run)).json()["steps"]
     curves = (await client.get("/api/curves", params=run | {"key": "reward"})).json()
     assert ([1.0, 2.0, 3.0], [0.1, 0.2, 0.3]) == (curves["x"], curves["curves"]["shown/trial"]["reward"]["mean"])
@@ -112,6 +113,22 @@ async def test_page_refuses_invalid_requests(page, path, status):
 
     assert status == (await client.get(path)).status_code
     assert 405 == (await client.post(path)).status_code
+
+
+async def test_unreadable_run_does_not_hide_the_others(directory, tmp_path):
+    """Its row says why, and so does every other request for it."""
+    broken = RunDirectory(path=tmp_path / "broken" / "trial")
+    broken.metrics.mkdir(parents=True)
+    runs = {run.name: run for run in (view_run(directory), view_run(broken))}
+    async with open_page(runs, token="right") as url, httpx.AsyncClient(base_url=url.split("/?")[0]) as client:
+        client.headers["authorization"] = "Bearer right"
+        shown, hidden = (await client.get("/api/runs")).json()["runs"]
+        answer = await client.get("/api/run", params={"run": "broken/trial"})
+
+    assert ("shown/trial", 3) == (shown["name"], shown["steps"])
+    assert ("broken/trial", "unreadable") == (hidden["name"], hidden["status"])
+    assert "Is a directory" in hidden["reason"]
+    assert 500 == answer.status_code
 
 
 async def test_page_shows_a_run_without_files(tmp_path):

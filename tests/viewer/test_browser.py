@@ -129,10 +129,15 @@ def test_page_is_used_with_the_keyboard_and_linked(tmp_path: Path):
         tab.focus("button.problem >> nth=0")
         tab.keyboard.press("ArrowDown")
         expect(tab.locator("#group")).to_contain_text("problem 0 · version 1")
+        expect(tab.locator("#sample")).to_contain_text("Sample 1 earned 1")
+        tab.keyboard.press("ArrowLeft")  # from the list, and back among the samples
+        expect(tab.locator("#sample")).to_contain_text("Sample 0 earned 0")
         tab.focus('.sibling[tabindex="0"]')
+        tab.keyboard.press("ArrowRight")
+        expect(tab.locator("#sample")).to_contain_text("Sample 1 earned 1")
         tab.keyboard.press("ArrowLeft")
         expect(tab.locator("#sample")).to_contain_text("Sample 0 earned 0, 0.5 below")
-        expect(tab.locator("#sample")).to_contain_text("The tokens of this sample were not kept")
+        expect(tab.locator("#sample")).to_contain_text("Tokens are kept of some conversations")
         link = tab.url
         tab.click("#tab-curves")
         tab.go_back()
@@ -286,6 +291,7 @@ def test_host_page_shows_trials_to_their_users(tmp_path: Path):
             playwright.expect(tab.locator("#title")).to_have_text("sums/bob")
             assert [] == complaints
         with opened(url.partition("?")[0], viewport={"width": 390, "height": 800}) as (tab, complaints):
+            assert [] == find_violations(tab)
             tab.fill("input[name=key]", issued.stdout.strip())
             tab.click("button")
             playwright.expect(tab.locator("#title")).to_have_text("sums/ada")

@@ -526,7 +526,7 @@ def compare(*, paths: tuple[Path, ...], metrics: tuple[str, ...], num_last: int,
 @verbose_option
 @explains_errors
 def view(*, runs: tuple[Path, ...], host: str, port: int) -> None:
-    """Show runs in a browser: curves, groups, conversations token by token, failures.
+    """Show runs in a browser: a table of runs, curves, conversations token by token, failures.
 
     RUN_DIR is the directory of a run, finished, failed or still running, or one that contains runs (default: runs).
     Several are compared on one page. The printed URL has a token, without which nothing is shown. Ctrl-C ends it.

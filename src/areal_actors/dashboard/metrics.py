@@ -18,14 +18,12 @@ from typing import Any
 from attrs import asdict, frozen
 
 from areal_actors.dashboard.files import RunDirectory
-from areal_actors.dashboard.records import RecordFile, parse_records, read_records, rewrite_records
+from areal_actors.dashboard.records import RecordFile, read_records, rewrite_records
 from areal_actors.dashboard.reporter import Listener
 from areal_actors.dashboard.verdict import CAUSES, find_causes, find_verdict
 from areal_actors.kernel import Message
 from areal_actors.lib.notebooks import format_table
 from areal_actors.messages import EvaluationFinished, Progress, StepFinished
-
-_MAX_PIECE = 4_000_000
 
 STEP_KEYS = (
     "step",
@@ -91,7 +89,9 @@ STEP_KEYS = (
 )
 """Keys of every record, in this order; null if a step has no such number. Further keys may follow."""
 
-
+_NUMERIC_KEYS = tuple(key for key in STEP_KEYS if key != "phase")
+# A tuple: for each of 300,000 numbers of a long run, int | float | None would be made anew.
+_NUMBER_OR_NONE = (int, float, type(None))
 _TAIL_BYTES = 256 * 1024
 """A record has about 2 kB, so the latest evaluation is found if it is some hundred steps old at most."""
 
@@ -201,44 +201,8 @@ def read_steps(directory: RunDirectory) -> list[dict[str, Any]]:
         record
         for record in read_records(directory.metrics)
         if isinstance(record.get("step"), int)
-        and all(isinstance(record.get(key), int | float | None) for key in STEP_KEYS if key != "phase")
+        and all(isinstance(record.get(key), _NUMBER_OR_NONE) for key in _NUMERIC_KEYS)
     ]
-
-
-@frozen(kw_only=True)
-class NewRecords:
-    """Records of a file after a cursor, and the cursor behind them."""
-
-    records: tuple[dict[str, Any], ...] = ()
-    cursor: str = ""
-    is_restarted: bool = False
-    """Whether the file was replaced since, so that the records are those from its beginning."""
-
-
-def read_new_records(path: Path, cursor: str) -> NewRecords:
-    """Return records of ``path`` after ``cursor``, at most 4 MB of them; the next call returns the following ones.
-
-    A cursor is that of an earlier answer, or empty for the beginning. A resumed run replaces the file. Raises
-    ``OSError``.
-    """
-    try:
-        with path.open("rb") as file:
-            inode = path.stat().st_ino
-            known, _, place = cursor.partition(":")
-            size = file.seek(0, os.SEEK_END)
-            is_continued = known == str(inode) and place.isdecimal() and int(place) <= size
-            start = file.seek(int(place) if is_continued else 0)
-            piece = file.read(_MAX_PIECE)
-    except FileNotFoundError:
-        return NewRecords(is_restarted=cursor != "")
-    # A line without its end may still be growing, or be what a killed process left.
-    whole = piece[: piece.rfind(b"\n") + 1]
-    return NewRecords(
-        # A line that two writers damaged costs itself, not the curve.
-        records=tuple(parse_records(whole.splitlines())),
-        cursor=f"{inode}:{start + len(whole)}",
-        is_restarted=cursor != "" and not is_continued,
-    )
 
 
 def read_gauges(directory: RunDirectory) -> dict[str, float | dict[str, float]]:

@@ -1,4 +1,4 @@
-"""The page of runs in a browser: curves, groups, conversations and failures, live or from a run directory alone.
+"""The page of runs in a browser: curves, conversations and failures, live or from a run directory alone.
 
 ``runs``, ``curves`` and ``conversations`` read run directories as plain data, ``app`` serves that data and the page in
 ``static`` to the owner of a token, and ``open_page`` holds its server open. Nothing is

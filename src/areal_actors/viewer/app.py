@@ -100,7 +100,7 @@ def create_app(
     async def list_runs(request: Request) -> Response:
         found = await find(request)
         facts = {row["name"]: row for row in await describe(found)}
-        rows = await to_thread.run_sync(lambda: [run.summarize() for run in found.values()])
+        rows = await to_thread.run_sync(lambda: [_summarize(run) for run in found.values()])
         return _answer({"runs": [row | facts.get(row["name"], {}) for row in rows]})
 
     async def events(request: Request) -> Response:
@@ -141,6 +141,14 @@ def create_app(
         *(Route(f"/api/{name}", answering(resource)) for name, resource in _RESOURCES.items()),
     ]
     return Starlette(routes=routes, exception_handlers={RequestError: _refuse})
+
+
+def _summarize(run: ViewedRun) -> dict[str, Any]:
+    """Return the row of a run; one whose files cannot be read does not hide the others."""
+    try:
+        return run.summarize()
+    except OSError as error:
+        return {"name": run.name, "status": "unreadable", "reason": str(error)}
 
 
 async def _send_index(_: Request) -> Response:

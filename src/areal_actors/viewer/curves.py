@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import math
+import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
@@ -17,9 +18,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from areal_actors.dashboard.metrics import read_new_records
+from areal_actors.dashboard.records import parse_records
 
 Column = npt.NDArray[np.float64]
+_NUMBER = (int, float)
 _MAX_POINTS = 2_000
 _MAX_EXTENTS = 4
 """Runs for which the extent of each point is sent, too; it doubles the answer, and more areas hide each other."""
@@ -40,7 +42,8 @@ class MetricsTable:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._cursor = ""
+        self._inode = 0
+        self._position = 0
         self._columns: dict[str, Column] = {}
         self._num_rows = 0
         # Requests of one browser read the file on several threads.
@@ -49,14 +52,26 @@ class MetricsTable:
     def read(self) -> Mapping[str, Column]:
         """Return the columns with the records that were added since the last call. Raises ``OSError``."""
         with self._lock:
-            while True:
-                found = read_new_records(self._path, self._cursor)
-                self._cursor = found.cursor
-                if found.is_restarted:
-                    self._columns, self._num_rows = {}, 0
-                if not found.records:
-                    return dict(self._columns)
-                self._append(found.records)
+            if not self._path.exists():
+                self._restart(inode=0)
+                return {}
+            with self._path.open("rb") as file:
+                state = os.fstat(file.fileno())
+                # A resumed run replaces the file by one without the steps that it repeats.
+                if state.st_ino != self._inode or state.st_size < self._position:
+                    self._restart(state.st_ino)
+                file.seek(self._position)
+                added = file.read()
+            # A line without its end may still be growing, or be what a killed process left.
+            whole = added[: added.rfind(b"\n") + 1]
+            self._position += len(whole)
+            if records := list(parse_records(whole.splitlines())):
+                self._append(records)
+            return dict(self._columns)
+
+    def _restart(self, inode: int) -> None:
+        self._inode, self._position = inode, 0
+        self._columns, self._num_rows = {}, 0
 
     def _append(self, records: Sequence[Mapping[str, Any]]) -> None:
         keys = dict.fromkeys([*self._columns, *(key for record in records for key in record)])
@@ -64,7 +79,8 @@ class MetricsTable:
             known = self._columns.get(key)
             if known is None:
                 known = np.full(self._num_rows, np.nan)
-            added = [value if isinstance(value := record.get(key), int | float) else np.nan for record in records]
+            values = (record.get(key) for record in records)
+            added = [value if isinstance(value, _NUMBER) else np.nan for value in values]
             self._columns[key] = np.concatenate([known, added])
         self._num_rows += len(records)
 

@@ -120,6 +120,7 @@ class ViewedRun:
             "ended": record and record.ended,
             "changed_at": self.changed_at,
             **self._cache.get(self.directory.metrics, self._summarize),
+            "model": self.directory.model,  # written after the last step
             "total_steps": settings.get("total_steps", {}).get("value"),
             # For groups of seeds; runs of one experiment differ in few settings.
             "settings": {
@@ -268,16 +269,7 @@ def view_run(directory: RunDirectory, *, status: Status | None = None) -> Viewed
 
 def describe_runs(paths: Sequence[Path]) -> list[dict[str, Any]]:
     """Return the state, the steps and the rewards of each run at ``paths`` or below, by name. Errors: ``find_runs``."""
-    found = []
-    for run in find_runs(paths).values():
-        record, summary = read_record(run.directory), summarize_run(run.directory).to_json()
-        absent = "unknown" if run.directory.is_worth_keeping else "not begun"
-        state = {
-            "status": absent if record is None else record.status,
-            "reason": record and record.reason,
-        }
-        found.append({"name": run.name} | state | summary)
-    return found
+    return [run.summarize() for run in find_runs(paths).values()]
 
 
 def format_runs(runs: Sequence[Mapping[str, Any]]) -> str:

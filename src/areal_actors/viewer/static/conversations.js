@@ -26,6 +26,11 @@ const TRAITS = [
   ["failed", "with failures"],
   ["untrained", "with untrained turns"],
 ];
+const PURPOSES = [
+  ["rollout", "training"],
+  ["eval-rollout", "evaluation"],
+];
+const MAX_SQUARES = 32;
 let listed = [],
   opened = null,
   newest = 0;
@@ -34,139 +39,110 @@ let listed = [],
 export async function showConversations(isUpdate) {
   const { versions } = state.summary;
   const kind = place.kind ?? (versions.rollout.length || !versions["eval-rollout"].length ? "rollout" : "eval-rollout");
-  const known = versions[kind];
   if (!isUpdate || !$("group-list")) {
-    const filter = (name) => (event) => {
-      moveTo({ [name]: event.target.value });
-      showConversations(true);
-    };
-    const input = (name, label, attributes) =>
-      h("input", { "aria-label": label, value: place[name], onchange: filter(name), ...attributes });
-    put(
-      $("view"),
-      h(
-        "div",
-        { class: "bar" },
-        select(
-          "purpose",
-          kind,
-          [
-            ["rollout", "training"],
-            ["eval-rollout", "evaluation"],
-          ],
-          (event) => {
-            moveTo({ kind: event.target.value, version: null, task: null, sample: null, at: null });
-            showConversations();
-          },
-        ),
-        h("select", { id: "versions", "aria-label": "version", onchange: filter("at") }),
-        input("query", "search conversations", { type: "search", placeholder: "Search in problems and texts …" }),
-        select("rewards", place.trait ?? "", TRAITS, filter("trait")),
-        h(
-          "span",
-          { class: "range" },
-          h("span", { class: "facts" }, "mean"),
-          input("low", "lowest mean reward", { type: "number", step: "any", placeholder: "from" }),
-          input("high", "highest mean reward", { type: "number", step: "any", placeholder: "to" }),
-        ),
-        state.summary.sources.length > 0 &&
-          select(
-            "source",
-            place.source ?? "",
-            [["", "all sources"], ...state.summary.sources.map((name) => [name, name])],
-            filter("source"),
-          ),
-      ),
-      h("div", { class: "split" }, h("div", { id: "group-list" }), h("div", { id: "group" })),
-    );
+    const columns = h("div", { class: "split" }, h("div", { id: "group-list" }), h("div", { id: "group" }));
+    put($("view"), drawBar(kind), columns);
   }
-  const begun = (version) =>
-    kind === "rollout" ? `version ${version}, begun in step ${version + 1}` : `version ${version}`;
-  put(
-    $("versions"),
-    [["", "all versions"], ...known.toReversed().map((version) => [version, begun(version)])].map(([value, title]) =>
-      h("option", { value, selected: String(value) === (place.at ?? "") }, title),
-    ),
-  );
+  listVersions(kind, versions[kind]);
   const { query, trait, low, high, source } = place;
   const found = await get("groups", { run: place.run, kind, version: place.at, query, trait, low, high, source });
   listed = found.groups;
   drawList(kind, found.is_cut);
-  const chosen =
-    listed.find((group) => isOpen(group)) ??
-    (place.task === undefined ? (listed.find((group) => group.has_tokens) ?? listed[0]) : null);
-  if (isUpdate && $("group").childElementCount && place.task !== undefined) return;
-  if (place.task !== undefined) await openGroup({ kind, version: place.version, task: place.task }, place.sample);
-  else if (chosen) await openGroup({ kind, ...chosen }, undefined);
-  else
-    put(
-      $("group"),
-      h(
-        "p",
-        { class: "empty" },
-        query || trait || low || high
-          ? "No group matches."
-          : "No episode has ended yet, or rollout.dump_to_file is off.",
-      ),
-    );
+  const isChosen = place.task !== undefined;
+  if (isUpdate && isChosen && $("group").childElementCount) return;
+  const first = listed.find((group) => group.has_tokens) ?? listed[0];
+  if (isChosen) await openGroup({ kind, version: place.version, task: place.task }, place.sample);
+  else if (first) await openGroup({ kind, ...first }, undefined);
+  else {
+    const isFiltered = query || trait || low || high || source;
+    const nothing = "No episode has ended yet, or rollout.dump_to_file is off.";
+    put($("group"), h("p", { class: "empty" }, isFiltered ? "No group matches." : nothing));
+  }
+}
+
+function drawBar(kind) {
+  const filter = (name) => (event) => {
+    moveTo({ [name]: event.target.value });
+    showConversations(true);
+  };
+  const input = (name, label, attributes) =>
+    h("input", { "aria-label": label, value: place[name], onchange: filter(name), ...attributes });
+  const bound = { type: "number", step: "any" };
+  const changeKind = (event) => {
+    moveTo({ kind: event.target.value, version: null, task: null, sample: null, at: null });
+    showConversations();
+  };
+  const { sources } = state.summary;
+  const named = [["", "all sources"], ...sources.map((name) => [name, name])];
+  return h(
+    "div",
+    { class: "bar" },
+    select("purpose", kind, PURPOSES, changeKind),
+    h("select", { id: "versions", "aria-label": "version", onchange: filter("at") }),
+    input("query", "search conversations", { type: "search", placeholder: "Search in problems and texts …" }),
+    select("rewards", place.trait ?? "", TRAITS, filter("trait")),
+    h(
+      "span",
+      { class: "range" },
+      h("span", { class: "facts" }, "mean"),
+      input("low", "lowest mean reward", { ...bound, placeholder: "from" }),
+      input("high", "highest mean reward", { ...bound, placeholder: "to" }),
+    ),
+    sources.length > 0 && select("source", place.source ?? "", named, filter("source")),
+  );
+}
+
+function listVersions(kind, versions) {
+  const begun = (version) => (kind === "rollout" ? `, begun in step ${version + 1}` : "");
+  const named = versions.toReversed().map((version) => [version, `version ${version}${begun(version)}`]);
+  const options = [["", "all versions"], ...named].map(([value, title]) =>
+    h("option", { value, selected: String(value) === (place.at ?? "") }, title),
+  );
+  put($("versions"), options);
 }
 
 const isOpen = (group) => group.task === place.task && String(group.version) === place.version;
+const keyOf = (group) => `${group.version}/${group.task}`;
 
 function drawList(kind, isCut) {
   const values = listed.flatMap((group) => group.rewards),
     low = Math.min(0, ...values),
     high = Math.max(...values, low + 1e-9);
   const level = (reward) => Math.round(((reward - low) / (high - low)) * 4);
-  const rows = listed.map((group) => {
-    const open = () => openGroup({ kind, ...group }, undefined, true);
-    const isEqual = group.rewards.length > 1 && new Set(group.rewards).size === 1;
-    return h(
-      "tr",
-      { class: `pick ${isOpen(group) ? "chosen" : ""}`, "data-group": `${group.version}/${group.task}`, onclick: open },
-      h("td", { class: "number version-column" }, number(group.version)),
-      h(
-        "td",
-        {},
-        h(
-          "button",
-          {
-            type: "button",
-            class: "plain name problem",
-            "data-key": `${group.version}/${group.task}`,
-            tabindex: isOpen(group) ? 0 : -1,
-          },
-          group.problem || `problem ${group.task}`,
-        ),
-      ),
-      h(
-        "td",
-        {},
-        h(
-          "span",
-          { class: "rewards" },
-          group.rewards.slice(0, 32).map((reward) => h("i", { class: `r${level(reward)}`, title: number(reward) })),
-        ),
-        h("div", { class: "facts" }, `${group.task}${isEqual ? " · no signal" : ""}`),
-      ),
-      h("td", { class: "number" }, number(group.mean)),
-    );
-  });
-  const found = table(
-    "Problems",
-    [h("th", { scope: "col", class: "version-column" }, "version"), "problem", "rewards", "mean"],
-    rows,
-  );
+  const first = h("th", { scope: "col", class: "version-column" }, "version");
+  const rows = listed.map((group) => drawGroupRow(kind, group, level));
+  const found = table("Problems", [first, "problem", "rewards", "mean"], rows);
   if (!found.querySelector('button[tabindex="0"]')) found.querySelector("button.problem")?.setAttribute("tabindex", 0);
   roving(found, "button.problem", { next: "ArrowDown", previous: "ArrowUp" });
-  renew(
-    $("group-list"),
+  found.addEventListener("keydown", (event) => openSibling({ ArrowRight: 1, ArrowLeft: -1 }[event.key] ?? 0));
+  const tally = `${counted(listed.length, "problem")}${isCut ? ", the newest; narrow the search for others" : ""}.`;
+  const hint = " A square is an episode: the fuller, the higher its reward.";
+  renew($("group-list"), h("p", { class: "facts", id: "num-groups" }, tally, hint), listed.length > 0 && found);
+}
+
+function drawGroupRow(kind, group, level) {
+  const isEqual = group.rewards.length > 1 && new Set(group.rewards).size === 1;
+  const squares = group.rewards
+    .slice(0, MAX_SQUARES)
+    .map((reward) => h("i", { class: `r${level(reward)}`, title: number(reward) }));
+  const attributes = {
+    type: "button",
+    class: "plain name problem",
+    "data-key": keyOf(group),
+    tabindex: isOpen(group) ? 0 : -1,
+  };
+  return h(
+    "tr",
+    { class: isOpen(group) ? "pick chosen" : "pick", onclick: () => openGroup({ kind, ...group }, undefined, true) },
+    h("td", { class: "number version-column" }, number(group.version)),
+    h("td", {}, h("button", attributes, group.problem || `problem ${group.task}`)),
     h(
-      "p",
-      { class: "facts", id: "num-groups" },
-      `${counted(listed.length, "problem")}${isCut ? ", the newest; narrow the search for others" : ""}. A square is an episode: the fuller, the higher its reward.`,
+      "td",
+      {},
+      h("span", { class: "rewards" }, squares),
+      h("div", { class: "facts" }, group.task, isEqual && " · no signal"),
     ),
-    listed.length > 0 && found,
+    h("td", { class: "number" }, number(group.mean)),
   );
 }
 
@@ -175,9 +151,10 @@ function drawList(kind, isCut) {
 async function openGroup({ kind, version, task }, sample, isStep = false) {
   moveTo({ kind, version, task, sample }, isStep);
   for (const row of $("group-list").querySelectorAll("tr.pick")) {
-    const isChosen = row.dataset.group === `${version}/${task}`;
+    const button = row.querySelector("button"),
+      isChosen = button.dataset.key === keyOf({ version, task });
     row.classList.toggle("chosen", isChosen);
-    row.querySelector("button").tabIndex = isChosen ? 0 : -1;
+    button.tabIndex = isChosen ? 0 : -1;
   }
   const request = ++newest; // what is asked for later is shown, whichever comes first
   try {
@@ -229,6 +206,13 @@ async function openGroup({ kind, version, task }, sample, isStep = false) {
   if (wanted) await openSample(wanted, false);
 }
 
+/** Open the sample next to the one that is shown. */
+function openSibling(step) {
+  const siblings = [...$("group").querySelectorAll(".sibling")];
+  const at = siblings.findIndex((button) => button.getAttribute("aria-pressed") === "true");
+  if (step && at >= 0) siblings[at + step]?.click();
+}
+
 const directionOf = (value) => (value > 1e-9 ? "up" : value < -1e-9 ? "down" : "");
 
 async function openSample(episode, isChosen) {
@@ -260,11 +244,7 @@ async function openSample(episode, isChosen) {
 /** The texts of a sample whose tokens were not kept. */
 function drawRows(episode) {
   return [
-    h(
-      "p",
-      { class: "facts" },
-      "The tokens of this sample were not kept; logging.max_sessions keeps more conversations.",
-    ),
+    h("p", { class: "facts" }, "Tokens are kept of some conversations; of this one, there is the text."),
     episode.rows.map((row) =>
       h(
         "div",

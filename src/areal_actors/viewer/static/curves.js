@@ -55,8 +55,11 @@ const CHARTS = [
 const KEYS = CHARTS.flatMap((chart) => chart.keys);
 const DASHES = [[], [6, 4], [2, 3]];
 const HEIGHT = 180,
-  MAX_NAMED = 8,
-  FEW_POINTS = 40;
+  MIN_WIDTH = 300,
+  FONT = "11px system-ui";
+const MAX_NAMED = 8, // lines that a legend names
+  FEW_POINTS = 40; // points that are drawn as such
+const axisOf = () => place.axis ?? "step";
 const AXES = { step: "step", time: "time", tokens: "tokens" };
 const DECIMAL = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9].flatMap((zeros) => [1, 2, 5].map((digit) => digit * 10 ** zeros));
 const TICKS = {
@@ -126,7 +129,7 @@ function drawBar() {
       "label",
       {},
       "over ",
-      select("horizontal axis", place.axis ?? "step", Object.entries(AXES), (event) => {
+      select("horizontal axis", axisOf(), Object.entries(AXES), (event) => {
         zoom = null;
         moveTo({ axis: event.target.value });
         showCurves();
@@ -297,126 +300,108 @@ function themeColor(name) {
 
 const fade = (color, share) => color.replace(")", ` / ${share})`);
 
+/** Draw a chart and its legend; return what resizes, updates and ends it. */
 function createChart(chart) {
   const legend = h("p", { class: "legend" }),
     canvas = h("div", { class: "plot", role: "img" });
-  const box = h(
-    "div",
-    { class: "chart" },
-    h(
-      "div",
-      { class: "chart-head" },
-      h("h2", {}, chart.title),
-      h(
-        "button",
-        {
-          type: "button",
-          class: "plain facts",
-          "aria-label": `Save ${chart.title} as PNG`,
-          onclick: () => savePicture(chart.title, plot),
-        },
-        "PNG",
-      ),
-    ),
-    h("p", { class: "facts" }, chart.hint || " "),
-    canvas,
-    legend,
-  );
-  $("charts").append(box);
-  const line = themeColor("--line"),
-    axis = {
-      stroke: themeColor("--soft"),
-      grid: { stroke: line, width: 1 },
-      ticks: { stroke: line, size: 4 },
-      font: "11px system-ui",
-    };
-  let { columns, series, bands } = columnsOf(chart),
+  const save = {
+    type: "button",
+    class: "plain facts",
+    "aria-label": `Save ${chart.title} as PNG`,
+    onclick: () => savePicture(chart.title, plot),
+  };
+  const head = h("div", { class: "chart-head" }, h("h2", {}, chart.title), h("button", save, "PNG"));
+  $("charts").append(h("div", { class: "chart" }, head, h("p", { class: "facts" }, chart.hint || " "), canvas, legend));
+  let parts = columnsOf(chart),
     focused = null;
-  const drawLegend = (index) => {
-    const lines = series
-      .map((one, position) => ({ ...one, values: columns[position + 1] }))
-      .filter((one) => !one.isFaint);
-    const shown = lines.length <= MAX_NAMED ? lines : lines.filter((one) => one.label === focused);
-    const last = (values) => values.findLast((value) => value !== null && value !== undefined);
-    const at = (values) =>
-      index === null || index === undefined ? last(values) : (values[index] ?? last(values.slice(0, index + 1)));
-    put(
-      legend,
-      index === null || index === undefined
-        ? null
-        : h("span", {}, `${AXES[place.axis ?? "step"]} ${formatX(columns[0][index])}`),
-      shown.map((one) => {
-        const swatch = h("i", { class: one.dash.length ? "dashed swatch" : "swatch" });
-        swatch.style.borderColor = one.stroke;
-        return h("span", {}, swatch, `${one.label} `, h("b", {}, number(at(one.values))));
-      }),
-      !shown.length && h("span", {}, `${lines.length} lines; point at one for its name`),
-    );
-    canvas.setAttribute(
-      "aria-label",
-      `${chart.title}: ${lines
-        .slice(0, MAX_NAMED)
-        .map((one) => `${one.label} ${number(last(one.values))}`)
-        .join(", ")}`,
-    );
+  const renewLegend = (index) => {
+    put(legend, drawLegend(parts, index, focused));
+    canvas.setAttribute("aria-label", `${chart.title}: ${describeLast(parts)}`);
   };
-  const plot = new uPlot(
-    {
-      width: canvas.clientWidth || 300,
-      height: HEIGHT,
-      padding: [10, 18, 0, 0],
-      legend: { show: false },
-      cursor: {
-        y: false,
-        sync: { key: "curves" },
-        focus: { prox: 24 },
-        drag: { x: true, y: false, setScale: false },
-        points: { size: 6 },
-        bind: {
-          dblclick: () => () => {
-            zoomTo(null);
-            return null;
-          },
-        },
+  const hooks = {
+    setCursor: [(self) => renewLegend(self.cursor.idx)],
+    setSeries: [
+      (self, index) => {
+        focused = index ? (self.series[index].label ?? null) : null;
+        renewLegend(self.cursor.idx);
       },
-      focus: { alpha: series.length > MAX_NAMED * 2 ? 0.25 : 1 },
-      scales: { x: { time: false }, y: place.log ? { distr: 3 } : { range: (_, low, high) => rangeOf(low, high) } },
-      axes: [
-        { ...axis, size: 28, space: 60, incrs: TICKS[place.axis ?? "step"], values: (_, ticks) => ticks.map(formatX) },
-        { ...axis, size: 54, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : number(tick))) },
-      ],
-      series: [{}, ...series],
-      bands,
-      hooks: {
-        setCursor: [(self) => drawLegend(self.cursor.idx)],
-        setSeries: [
-          (self, index) => {
-            focused = index ? (self.series[index].label ?? null) : null;
-            drawLegend(self.cursor.idx);
-          },
-        ],
-        setSelect: [
-          (self) => {
-            if (self.select.width < 4) return;
-            zoomTo([self.posToVal(self.select.left, "x"), self.posToVal(self.select.left + self.select.width, "x")]);
-            self.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
-          },
-        ],
-      },
-    },
-    columns,
-    canvas,
-  );
-  drawLegend(null);
+    ],
+    setSelect: [zoomToSelection],
+  };
+  const options = { ...optionsOf(parts), width: canvas.clientWidth || MIN_WIDTH, hooks };
+  const plot = new uPlot(options, parts.columns, canvas);
+  renewLegend(null);
+  const update = (changed) => {
+    parts = columnsOf(changed);
+    plot.setData(parts.columns);
+    renewLegend(plot.cursor.idx);
+  };
+  return { plot, canvas, update };
+}
+
+function optionsOf({ series, bands }) {
+  const line = themeColor("--line"),
+    axis = { stroke: themeColor("--soft"), grid: { stroke: line, width: 1 }, ticks: { stroke: line, size: 4 } };
+  const formatY = (_, ticks) => ticks.map((tick) => (tick === null ? "" : number(tick)));
+  const resetZoom = () => () => {
+    zoomTo(null);
+    return null;
+  };
   return {
-    plot,
-    canvas,
-    update: (changed) => {
-      ({ columns, series, bands } = columnsOf(changed));
-      plot.setData(columns);
-      drawLegend(plot.cursor.idx);
+    height: HEIGHT,
+    padding: [10, 18, 0, 0],
+    legend: { show: false },
+    cursor: {
+      y: false,
+      sync: { key: "curves" },
+      focus: { prox: 24 },
+      drag: { x: true, y: false, setScale: false },
+      points: { size: 6 },
+      bind: { dblclick: resetZoom },
     },
+    focus: { alpha: series.length > MAX_NAMED * 2 ? 0.25 : 1 },
+    scales: { x: { time: false }, y: place.log ? { distr: 3 } : { range: (_, low, high) => rangeOf(low, high) } },
+    axes: [
+      { ...axis, font: FONT, size: 28, space: 60, incrs: TICKS[axisOf()], values: (_, ticks) => ticks.map(formatX) },
+      { ...axis, font: FONT, size: 54, values: formatY },
+    ],
+    series: [{}, ...series],
+    bands,
   };
+}
+
+function zoomToSelection(plot) {
+  const { left, width } = plot.select;
+  if (width < 4) return; // a click
+  zoomTo([plot.posToVal(left, "x"), plot.posToVal(left + width, "x")]);
+  plot.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
+}
+
+const linesIn = ({ series, columns }) =>
+  series.map((one, position) => ({ ...one, values: columns[position + 1] })).filter((one) => !one.isFaint);
+const lastOf = (values) => values.findLast((value) => value !== null && value !== undefined);
+
+function describeLast(parts) {
+  const named = linesIn(parts).slice(0, MAX_NAMED);
+  return named.map((one) => `${one.label} ${number(lastOf(one.values))}`).join(", ");
+}
+
+/** The values at the cursor, or the last ones; of many lines only that of the focused one. */
+function drawLegend(parts, index, focused) {
+  const isPointed = index !== null && index !== undefined,
+    lines = linesIn(parts);
+  const shown = lines.length <= MAX_NAMED ? lines : lines.filter((one) => one.label === focused);
+  const valueOf = ({ values }) => (isPointed ? (values[index] ?? lastOf(values.slice(0, index))) : lastOf(values));
+  const drawn = shown.map((one) => {
+    const swatch = h("i", { class: one.dash.length ? "dashed swatch" : "swatch" });
+    swatch.style.borderColor = one.stroke;
+    return h("span", {}, swatch, `${one.label} `, h("b", {}, number(valueOf(one))));
+  });
+  return [
+    isPointed && h("span", {}, `${axisOf()} ${formatX(parts.columns[0][index])}`),
+    drawn,
+    !shown.length && h("span", {}, `${lines.length} lines; point at one for its name`),
+  ];
 }
 
 /** A scale that contains 0 unless the values are far from it, and never ends at a line. */
@@ -453,5 +438,5 @@ function savePicture(title, plot) {
 
 /** Fit the charts to the width of the window. */
 export function resizeCurves() {
-  for (const { plot, canvas } of charts) plot.setSize({ width: canvas.clientWidth || 300, height: HEIGHT });
+  for (const { plot, canvas } of charts) plot.setSize({ width: canvas.clientWidth || MIN_WIDTH, height: HEIGHT });
 }

@@ -19,7 +19,7 @@ import {
 import { showConversations } from "./conversations.js";
 import { resizeCurves, showCurves } from "./curves.js";
 import { showFailures, showService, showSettings, showSystem } from "./panels.js";
-import { drawRuns, isBad, statusOf } from "./runs.js";
+import { connectRuns, drawRuns, isBad, statusOf } from "./runs.js";
 
 const TABS = {
   // title, how it is drawn, and the parts of a run that change it
@@ -47,7 +47,7 @@ async function tick(runs, isTicked) {
     if (isTicked) state.ticked.add(run);
     else state.ticked.delete(run);
   moveTo({ ticked: [...state.ticked].filter((run) => run !== place.run || state.ticked.size > 1).join("|") });
-  drawRuns({ choose, tick });
+  drawRuns();
   await show(["curves", "settings"].includes(place.tab) ? place.tab : "curves");
 }
 
@@ -109,7 +109,7 @@ function drawHead() {
       .filter(([, value]) => value)
       .map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))),
   );
-  drawRuns({ choose, tick });
+  drawRuns();
   const tabs = Object.entries(TABS).filter(([name]) => name !== "service" || summary.is_service);
   if (tabs.length !== $("tabs").childElementCount) {
     put(
@@ -171,7 +171,7 @@ async function update() {
   if (news.some(([run, part]) => run !== place.run && ["metrics", "record"].includes(part))) {
     state.runs = (await get("runs")).runs;
     if (!describeRun(place.run)) return location.reload();
-    drawRuns({ choose, tick });
+    drawRuns();
   }
   const own = news.filter(([run]) => run === place.run).map(([, part]) => part);
   if (own.some((part) => ["metrics", "record", "groups", "evaluations"].includes(part))) await refresh();
@@ -203,6 +203,7 @@ $("theme").addEventListener("click", () => {
   if (state.summary) drawHead();
   show(place.tab);
 });
+connectRuns({ choose, tick });
 roving($("tabs"), "button", { next: "ArrowRight", previous: "ArrowLeft" });
 addEventListener("resize", resizeCurves);
 addEventListener("popstate", followAddress);

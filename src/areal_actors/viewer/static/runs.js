@@ -102,161 +102,126 @@ function isWanted(run) {
     .every((word) => text.includes(word));
 }
 
-/** Draw the table. A service has more facts about a run: its state, requests in flight and starts. */
-export function drawRuns({ choose, tick }) {
-  const section = $("runs"),
-    isHost = state.runs.some((run) => run.state);
-  section.hidden = state.runs.length < 2 && !isHost;
+let actions = { choose() {}, tick() {} };
+
+/** Set what a click does: choose a run to look at, or tick runs to compare. */
+export function connectRuns(found) {
+  actions = found;
+}
+
+/** Draw the table. A host has more facts about a run: the state of its service, requests in flight and starts. */
+export function drawRuns() {
+  const section = $("runs");
+  section.hidden = state.runs.length < 2 && !state.runs.some((run) => run.state);
   if (section.hidden) return;
+  if (!$("run-list")) put(section, drawBar(), h("div", { id: "run-list" })); // what is being typed survives an update
   differing = findDifferences(state.runs);
-  const shown = state.runs.filter(isWanted),
-    { column, isDescending } = sorting,
-    key = COLUMNS[column][1];
-  shown.sort((a, b) => {
-    const [left, right] = [key(a), key(b)];
-    if (left === right || (left ?? null) === (right ?? null)) return compareNames(a.name, b.name);
-    if (left === null || left === undefined) return 1; // what has no number is last either way
-    if (right === null || right === undefined) return -1;
-    if (column === 0) return compareNames(a.name, b.name) * (isDescending ? -1 : 1);
-    return (left < right ? -1 : 1) * (isDescending ? -1 : 1);
-  });
-  const titles = [
-    h("th", { scope: "col", class: "narrow" }, h("span", { class: "unseen" }, "shown")),
-    ...COLUMNS.map(([title], index) =>
-      h(
-        "th",
-        {
-          scope: "col",
-          class: `column-${title.replace(" ", "-")}`,
-          "aria-sort": index === column ? (isDescending ? "descending" : "ascending") : "none",
-        },
-        h(
-          "button",
-          {
-            type: "button",
-            class: "plain",
-            "data-key": `sort ${title}`,
-            onclick: () => {
-              sorting = { column: index, isDescending: index === column && !isDescending };
-              drawRuns({ choose, tick });
-            },
-          },
-          title,
-          index === column ? (isDescending ? " ↓" : " ↑") : "",
-        ),
-      ),
-    ),
-  ];
-  const rows = shown.map((run) => {
-    const box = h("input", {
-      type: "checkbox",
-      "aria-label": `show ${run.name}`,
-      "data-key": `show ${run.name}`,
-      onchange: (event) => tick([run.name], event.target.checked),
-    });
-    box.checked = state.ticked.has(run.name);
-    const swatch = h("span", { class: "swatch" });
-    swatch.style.background = colorOf(run.name);
-    const facts = [run.state, run.requests && `${run.requests} requests`, run.starts > 1 && `${run.starts} starts`]
-      .filter(Boolean)
-      .join(", ");
-    return h(
-      "tr",
-      { class: run.name === place.run ? "chosen" : null, title: run.failure ?? run.reason ?? null },
-      h("td", { class: "narrow" }, box),
-      COLUMNS.map(([title, , text], index) =>
-        h(
-          "td",
-          { class: `column-${title.replace(" ", "-")} ${index > 1 && index !== 5 ? "number" : ""}` },
-          index === 0
-            ? [
-                swatch,
-                h(
-                  "button",
-                  {
-                    type: "button",
-                    class: "plain name",
-                    "data-key": run.name,
-                    "aria-pressed": String(run.name === place.run),
-                    onclick: () => choose(run.name),
-                  },
-                  run.name,
-                ),
-              ]
-            : index === 1
-              ? h("span", { class: isBad(run) ? "bad" : statusOf(run) === "live" ? "good" : null }, facts || text(run))
-              : text(run),
-        ),
-      ),
-    );
-  });
-  const tally = h(
-    "span",
-    { class: "facts", id: "num-runs" },
-    `${shown.length === state.runs.length ? "" : `${shown.length} of `}${state.runs.length} runs, ${state.ticked.size} shown`,
-  );
-  const body = [
-    tally,
+  const shown = state.runs.filter(isWanted).sort(compareRuns);
+  const tally = shown.length === state.runs.length ? "" : `${shown.length} of `;
+  renew(
+    $("run-list"),
+    h("p", { class: "facts" }, `${tally}${state.runs.length} runs, ${state.ticked.size} shown`),
     shown.length
-      ? table("Table of runs", titles, rows, { id: "run-table" })
+      ? table("Table of runs", drawTitles(), shown.map(drawRow), { id: "run-table" })
       : h("p", { class: "empty" }, "No run matches."),
-  ];
-  if (!$("run-search")) {
-    // made once: what is being typed survives the arrival of a step
-    put(
-      section,
-      h(
-        "div",
-        { class: "bar" },
-        h("input", {
-          id: "run-search",
-          type: "search",
-          placeholder: "Filter by name, state, setting …",
-          "aria-label": "filter runs",
-          oninput: (event) => {
-            words = event.target.value;
-            drawRuns({ choose, tick });
-          },
-        }),
-        h(
-          "button",
-          {
-            type: "button",
-            onclick: () =>
-              tick(
-                state.runs.filter(isWanted).map((run) => run.name),
-                true,
-              ),
-          },
-          "All",
-        ),
-        h(
-          "button",
-          {
-            type: "button",
-            onclick: () =>
-              tick(
-                state.runs.filter(isWanted).map((run) => run.name),
-                false,
-              ),
-          },
-          "None",
-        ),
-        select(
-          "how runs are drawn",
-          place.seeds ?? "",
-          [
-            ["", "each run"],
-            ["mean", "seeds as mean and range"],
-          ],
-          (event) => {
-            moveTo({ seeds: event.target.value });
-            tick([], true);
-          },
-        ),
-      ),
-      h("div", { id: "run-list" }),
+  );
+}
+
+function drawBar() {
+  const tickAll = (isTicked) => () =>
+    actions.tick(
+      state.runs.filter(isWanted).map((run) => run.name),
+      isTicked,
     );
-  }
-  renew($("run-list"), body);
+  const search = h("input", {
+    type: "search",
+    placeholder: "Filter by name, state, setting …",
+    "aria-label": "filter runs",
+    oninput: () => {
+      words = search.value;
+      drawRuns();
+    },
+  });
+  const ways = [
+    ["", "each run"],
+    ["mean", "seeds as mean and range"],
+  ];
+  const seeds = select("how runs are drawn", place.seeds ?? "", ways, () => {
+    moveTo({ seeds: seeds.value });
+    actions.tick([], true);
+  });
+  const all = h("button", { type: "button", onclick: tickAll(true) }, "All");
+  const none = h("button", { type: "button", onclick: tickAll(false) }, "None");
+  return h("div", { class: "bar" }, search, all, none, seeds);
+}
+
+function compareRuns(a, b) {
+  const { column, isDescending } = sorting;
+  const [left, right] = [COLUMNS[column][1](a) ?? null, COLUMNS[column][1](b) ?? null];
+  if (left === right || column === 0) return compareNames(a.name, b.name) * (isDescending && column === 0 ? -1 : 1);
+  // What has no number is last in either direction.
+  if (left === null) return 1;
+  if (right === null) return -1;
+  return (left < right ? -1 : 1) * (isDescending ? -1 : 1);
+}
+
+const classOf = (title) => `column-${title.replace(" ", "-")}`;
+
+function drawTitles() {
+  const { column, isDescending } = sorting;
+  const order = isDescending ? "descending" : "ascending";
+  const titles = COLUMNS.map(([title], index) => {
+    const sort = () => {
+      sorting = { column: index, isDescending: index === column && !isDescending };
+      drawRuns();
+    };
+    const arrow = index !== column ? "" : isDescending ? " ↓" : " ↑";
+    const button = h(
+      "button",
+      { type: "button", class: "plain", "data-key": `sort ${title}`, onclick: sort },
+      title,
+      arrow,
+    );
+    return h("th", { scope: "col", class: classOf(title), "aria-sort": index === column ? order : "none" }, button);
+  });
+  return [h("th", { scope: "col", class: "narrow" }, h("span", { class: "unseen" }, "shown")), ...titles];
+}
+
+function drawRow(run) {
+  const box = h("input", {
+    type: "checkbox",
+    "aria-label": `show ${run.name}`,
+    "data-key": `show ${run.name}`,
+    onchange: () => actions.tick([run.name], box.checked),
+  });
+  box.checked = state.ticked.has(run.name);
+  const cells = COLUMNS.map(([title, , text]) => {
+    const drawn = title === "run" ? drawName(run) : title === "state" ? drawStatus(run) : text(run);
+    return h("td", { class: classOf(title) }, drawn);
+  });
+  return h(
+    "tr",
+    { class: run.name === place.run ? "chosen" : null, title: run.failure ?? run.reason },
+    h("td", { class: "narrow" }, box),
+    cells,
+  );
+}
+
+function drawName(run) {
+  const swatch = h("span", { class: "swatch" });
+  swatch.style.background = colorOf(run.name);
+  const attributes = {
+    type: "button",
+    class: "plain name",
+    "data-key": run.name,
+    "aria-pressed": String(run.name === place.run),
+    onclick: () => actions.choose(run.name),
+  };
+  return h("div", { class: "named" }, swatch, h("button", attributes, run.name));
+}
+
+function drawStatus(run) {
+  const facts = [run.state, run.requests && `${run.requests} requests`, run.starts > 1 && `${run.starts} starts`];
+  const style = isBad(run) ? "bad" : statusOf(run) === "live" ? "good" : null;
+  return h("span", { class: style }, facts.filter(Boolean).join(", ") || statusOf(run));
 }

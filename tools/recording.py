@@ -5,7 +5,7 @@
     python -m tools.recording [REPOSITORY]
 
 runs the commands of README in an empty home directory, with a clone of this repository or of ``REPOSITORY``, and writes
-``docs/recording.md``. It fails if a command fails or if the reward of the training does not rise.
+``docs/tutorials/recording.md``. It fails if a command fails or if the reward of the training does not rise.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from benchmarks.machine import ROOT, describe_machine, load_average
 
 __all__ = ["COMMANDS", "PAGE", "Recorded", "format_page", "main", "parse_recording"]
 
-PAGE = ROOT / "docs" / "recording.md"
+PAGE = ROOT / "docs" / "tutorials" / "recording.md"
 COMMANDS = (
     "git clone REPOSITORY areal_actors && cd areal_actors",
     "python3 -m venv .venv",

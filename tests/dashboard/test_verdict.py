@@ -130,6 +130,6 @@ def test_verdict_names_a_source_without_signal_in_a_learning_run():
 
     assert find_verdict(steps) == (
         "Source bad: 16 of 16 groups had equal rewards in the last 8 steps: nothing to learn from them. "
-        "No episode was rewarded: use easier problems, or show the model answers first (docs/warm_start.md)."
+        "No episode was rewarded: use easier problems, or show the model answers first (docs/guides/warm_start.md)."
     )
     assert find_verdict(steps[:-1]) is None

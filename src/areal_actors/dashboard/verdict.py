@@ -90,7 +90,8 @@ def _find_lack_of_signal(latest: Sequence[Metrics], over: str) -> Iterator[tuple
         rewards = [step["reward"] for step in latest]
         if all(reward == 0 for reward in rewards):
             advice = (
-                "No episode was rewarded: use easier problems, or show the model answers first (docs/warm_start.md)."
+                "No episode was rewarded: use easier problems, or show the model answers first "
+                "(docs/guides/warm_start.md)."
             )
         elif min(rewards) == max(rewards):
             advice = f"Every step has the mean reward {rewards[-1]:.3g}: check that the reward depends on the answer."

@@ -122,6 +122,16 @@ def anchors(page: Path) -> set[str]:
     return {name or re.sub(r"[^\w\- ]", "", text.lower()).strip().replace(" ", "-") for text, name in headings}
 
 
+def test_pages_that_the_code_names_exist():
+    """A message, a docstring or an example that names a page of the documentation names one that exists."""
+    places = ("src", "plugins", "tools", "tests", "benchmarks", "examples")
+    files = [path for place in places for kind in ("py", "yaml", "toml") for path in (ROOT / place).rglob(f"*.{kind}")]
+    named = {(page, file.name) for file in files for page in re.findall(r"\bdocs/[\w/-]+\.md", file.read_text("utf-8"))}
+
+    assert len(named) > 10
+    assert [] == sorted((page, name) for page, name in named if not (ROOT / page).is_file())
+
+
 def test_documentation_leaves_no_page_out():
     """Every page is in the navigation, but for tables of results, which another page links to."""
     listed = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")

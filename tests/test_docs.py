@@ -117,17 +117,30 @@ def test_links_lead_somewhere(page):
 
 
 def anchors(page: Path) -> set[str]:
-    """The names that headings get."""
-    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+    """The names that headings get, from their text or as ``{#name}``."""
+    headings = re.findall(r"^#+ (.+?)(?: \{#(.+)\})?$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {name or re.sub(r"[^\w\- ]", "", text.lower()).strip().replace(" ", "-") for text, name in headings}
+
+
+def test_pages_that_the_code_names_exist():
+    """A message, a docstring or an example that names a page of the documentation names one that exists."""
+    places = ("src", "plugins", "tools", "tests", "benchmarks", "examples")
+    files = [path for place in places for kind in ("py", "yaml", "toml") for path in (ROOT / place).rglob(f"*.{kind}")]
+    named = {(page, file.name) for file in files for page in re.findall(r"\bdocs/[\w/-]+\.md", file.read_text("utf-8"))}
+
+    assert len(named) > 10
+    assert [] == sorted((page, name) for page, name in named if not (ROOT / page).is_file())
 
 
 def test_documentation_leaves_no_page_out():
-    """Every page is in the navigation."""
+    """Every page is in the navigation, but for tables of results, which another page links to."""
     listed = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    linked = {link.partition("#")[0] for page in PAGES for link in _LINK.findall(page.read_text(encoding="utf-8"))}
     pages = [str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")]
 
-    assert [] == [page for page in pages if f"- {page}\n" not in listed]
+    for page in pages:
+        is_linked = page.startswith("results/") and any(link.endswith(page) for link in linked)
+        assert is_linked or f"- {page}\n" in listed, page
 
 
 def commands(page: Path) -> list[list[str]]:
@@ -164,8 +177,8 @@ def test_settings_of_a_page_are_settings(page):
     """Each part of a configuration that a page shows makes one, together with what every job needs."""
     needed = {"experiment_name": "x", "model": "tiny", "total_steps": 2, "rollout": {"workflow": "agent.py:Agent"}}
     for block in blocks(page):
-        # The page of all settings is compared with them elsewhere, and Prometheus has settings of its own.
-        is_part = block.is_run and not block.text.startswith(("experiment_name:  #", "# Scrape"))
+        # Prometheus has settings of its own.
+        is_part = block.is_run and not block.text.startswith("# Scrape")
         if block.language != "yaml" or not is_part:
             continue
         shown = yaml.safe_load(block.text)
@@ -176,7 +189,7 @@ def test_settings_of_a_page_are_settings(page):
             create_config(job | {"rollout": needed["rollout"] | shown.get("rollout", {})})
 
 
-ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+ARCHITECTURE = (ROOT / "docs" / "concepts" / "architecture.md").read_text(encoding="utf-8")
 
 
 def lines_of(drawing: str) -> list[str]:

@@ -102,16 +102,3 @@ def test_strict_tools_are_constrained_where_a_call_is_required_only():
 
     assert renderer.constrain(tools=[tool], tool_choice=ToolChoice.AUTO) is None
     assert renderer.constrain(tools=[tool], tool_choice=ToolChoice.REQUIRED) is not None
-
-
-def test_directories_are_those_of_the_source():
-    """Each directory in the table under "How it is built" exists."""
-    rows = re.findall(r"^\| `(src/[^`]+)` \|", README, re.MULTILINE)
-    paths = [
-        f"{row.partition('{')[0]}{name}"
-        for row in rows
-        for name in (re.findall(r"\{(.*)\}", row) or [""])[0].split(",")
-    ]
-
-    assert len(paths) > 8
-    assert [] == [path for path in paths if not (ROOT / path).is_dir()]

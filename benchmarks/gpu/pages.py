@@ -27,7 +27,7 @@ __all__ = [
 
 _ROOT = Path(__file__).parents[2]
 RESULTS = _ROOT / "benchmarks" / "results"
-HARDWARE_PAGE = _ROOT / "docs" / "hardware.md"
+HARDWARE_PAGE = _ROOT / "docs" / "results" / "hardware.md"
 _MARKS = {None: "", True: "yes", False: "**no**"}
 
 

@@ -16,7 +16,7 @@ from areal_actors.models import resolve_model
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-PAGE = (ROOT / "docs" / "mistakes.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "reference" / "mistakes.md").read_text(encoding="utf-8")
 AGENTS = """
 class NoRun:
     pass

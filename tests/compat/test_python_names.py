@@ -33,7 +33,7 @@ from areal_actors import (
 from areal_actors.errors import EpisodeError, InvalidRequest, NotFound
 from areal_actors.workflows import placeholder_keys, workflow_context
 
-PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "areal.md"
 
 
 def names_of_the_page() -> list[str]:

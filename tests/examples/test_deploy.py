@@ -129,8 +129,3 @@ def test_the_image_copies_files_that_there_are():
     assert "-c constraints.txt" in text
     assert "USER 1000" in text
     assert "https://download.pytorch.org/whl/cpu" in text
-
-
-def test_the_page_shows_the_unit():
-    """As it is."""
-    assert UNIT in (ROOT / "docs" / "deploy.md").read_text()

@@ -51,7 +51,7 @@ def test_every_cell_of_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.Mon
     assert 5 == len(tables)
     assert "reward" in tables[0]
     assert "input_ids" in tables[1]
-    assert 3 == names["summary"].steps
+    assert names["summary"].reward_last > names["summary"].reward_first + 0.2
     assert "<td>running</td>" in tables[3] or names["run"].is_over
     assert "interrupted by its program" in names["run"]._repr_html_()
     assert all(cell["outputs"] == [] for cell in cells)

@@ -145,9 +145,9 @@ def make_trajectory():
 
 
 def test_documentation_lists_every_dumped_column():
-    """``docs/rows.md`` has a line for each."""
+    """``docs/guides/export.md`` has a line for each."""
     from pathlib import Path
 
-    page = (Path(__file__).parents[2] / "docs" / "rows.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "export.md").read_text()
 
     assert {f"`{name}`" for name in asdict(branching_row()[0])} <= set(page.replace(",", " ").replace("|", " ").split())

@@ -14,7 +14,7 @@ from areal_actors.journal import JournalConfig
 from areal_actors.journal.sqlite import Store
 from areal_actors_testing.journal_contract import create_session, create_start
 
-PAGE = (Path(__file__).parents[2] / "docs" / "journal.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "journal.md").read_text(encoding="utf-8")
 QUERIES = re.findall(r"^```sql\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 

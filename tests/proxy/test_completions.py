@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import openai
 import orjson
@@ -35,7 +34,6 @@ from areal_actors_testing.serving import open_scripted_proxy
 pytestmark = pytest.mark.filterwarnings("ignore:Async generator '(httpx2?|openai|httpcore2?):ResourceWarning")
 
 _OF_THE_SDK_ALONE = {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
-_DOCS = Path(__file__).parents[2] / "docs" / "http.md"
 DIALECT = CompletionsDialect(
     model="policy", clock=lambda: 1700000000.5, token_bytes=lambda ids, **_: [b"abc"[i : i + 1] for i in ids]
 )

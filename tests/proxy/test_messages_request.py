@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from areal_actors.domain import ChatMessage, JsonText, ToolCall, ToolChoice
@@ -11,7 +9,6 @@ from areal_actors.errors import InvalidRequest, UnsupportedParameter
 from areal_actors.proxy.dialects.messages.answer import MessagesDialect
 
 _OF_THE_SDK_ALONE = {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
-_DOCS = Path(__file__).parents[2] / "docs" / "http.md"
 USER = {"role": "user", "content": "hi"}
 BODY = {"model": "m", "messages": [USER], "max_tokens": 9}
 TOOL = {"name": "f", "description": "Does.", "input_schema": {"type": "object"}}

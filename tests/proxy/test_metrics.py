@@ -20,7 +20,7 @@ from areal_actors.testing.engines import EchoEngine
 
 pytestmark = pytest.mark.anyio
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 CHAT = "/v1/chat/completions"
 BODY = {"messages": [{"role": "user", "content": "why?"}]}
 

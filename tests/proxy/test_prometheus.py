@@ -39,7 +39,7 @@ def expressions() -> list[str]:
 
 def test_dashboard_asks_for_documented_metrics():
     """Each panel stands on a name of the documentation, or on a number of a step."""
-    document = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    document = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text()
     names = {name for expression in expressions() for name in re.findall(r"(?:areal|process)_\w+", expression)}
 
     assert len(names) > 20

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,7 +23,6 @@ RAW_CALL = {"type": "function_call", "call_id": "call_1", "name": "add", "argume
 RAW_TEXT = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Let me see."}]}
 RAW_REASONING = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
 _OF_THE_SDK_ALONE = {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
-_DOCS = Path(__file__).parents[2] / "docs" / "http.md"
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),

@@ -15,15 +15,15 @@ from tools.clients.running import PROTOCOLS
 __all__ = ["PAGE", "RESULTS", "format_page", "load_results", "save_results"]
 
 RESULTS = Path(__file__).with_name("results.json")
-PAGE = Path(__file__).parents[2] / "docs" / "installed_agents.md"
+PAGE = Path(__file__).parents[2] / "docs" / "results" / "installed_agents.md"
 
 _NONE = "·"
 _HEAD = """\
 # Coding agents and JavaScript SDKs
 
 Programs that people install run against the proxy without a change. `examples/agents` has a recipe for each: the
-pinned version, the command, and where the base URL and the key go. A recipe is also a [command](agents.md#commands)
-of a run:
+pinned version, the command, and where the base URL and the key go. A recipe is also a
+[command](../guides/agents.md#run-a-command) of a run:
 
 ```yaml
 rollout:
@@ -75,7 +75,8 @@ _LEGEND = """\
 
 *Turns* are completed answers of the main thread, *Linked* counts follow-ups in all threads whose parent is the
 answer that they continue. *Forks* do not extend the tokens of their parent: rewards reach it, and its tokens are
-encoded again ([fork reasons](discussion/rewards.md)). Seconds are those of all starts of the agent, on two cores.
+encoded again ([fork reasons](../concepts/tokens.md#why-an-answer-forks)). Seconds are those of all starts of the
+agent, on two cores.
 *Last run* is the day of the run that the row shows, and the version of `areal_actors`; a row without it shows a run
 from before days were recorded: the agent worked, and whether it still does (`?`) the next run will show.
 

@@ -14,7 +14,7 @@ from tools.clients.running import PROTOCOLS, SCENARIOS, Environment
 __all__ = ["PAGE", "RESULTS", "format_page", "load_results", "save_results"]
 
 RESULTS = Path(__file__).with_name("results.json")
-PAGE = Path(__file__).parents[2] / "docs" / "clients.md"
+PAGE = Path(__file__).parents[2] / "docs" / "results" / "clients.md"
 
 _NONE = "·"
 _MARKS = {"works": "✓", "fails": "✗", "not applicable": _NONE}

@@ -1,4 +1,4 @@
-"""``python -m tools.faults``: write ``docs/discussion/faults.md`` from the table of faults and what was measured."""
+"""``python -m tools.faults``: write ``docs/results/faults.md`` from the table of faults and what was measured."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ __all__ = [
 ROOT = Path(__file__).parents[2]
 MATRIX = Path(__file__).with_name("matrix.toml")
 RESULTS = ROOT / "benchmarks" / "results" / "faults.jsonl"
-PAGE = ROOT / "docs" / "discussion" / "faults.md"
+PAGE = ROOT / "docs" / "results" / "faults.md"
 
 ROLES = {
     "processes": ("trainer", "rank", "engine", "inference server", "proxy", "sessions", "rollout", "controller"),
@@ -72,9 +72,10 @@ below each table.
 `python -m tools.faults` writes this page from `tools/faults/matrix.toml`, and fails if a test that is named here does
 not exist. `nox -s slurm` runs the tests of `tools/slurm` but those of
 `faults.py`, of which `nox -s slurm -- faults` runs all or some (`--sample 3 --seed 7`); `nox -s placement` injects
-faults [on one machine](../placement.md#faults-and-the-time-they-cost). All others are in the suite.
-[Durability](durability.md#how-it-is-tested) is about kills at random times. Of this table, the suite contains one fault
-of one role in workers on one machine, which `FAULTS_SEED` draws, and six kills of a service and its agents.
+faults [on one machine](../guides/processes.md). All others are in the suite.
+[Durability](../concepts/durability.md#how-it-is-tested) is about kills at random times. Of this table, the suite
+contains one fault of one role in workers on one machine, which `FAULTS_SEED` draws, and six kills of a service and its
+agents.
 """
 
 _TITLES = {
@@ -87,7 +88,8 @@ several processes that train together.
     "actors": """\
 ## Actors
 
-What happens to a part of any run, also of one in a single process ([Architecture](../architecture.md) has the actors).
+What happens to a part of any run, also of one in a single process ([Architecture](../concepts/architecture.md) has the
+actors).
 *Replica* is one of the engines of a replica set, *entry* the address in front of several services, *asker cancelled*
 means that the client or actor that asked for something leaves before it is answered.
 """,

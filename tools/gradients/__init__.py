@@ -1,1 +1,1 @@
-"""The table of ``docs/discussion/gradients.md``: how far estimators are from the policy gradient."""
+"""The table of ``docs/results/gradients.md``: how far estimators are from the policy gradient."""

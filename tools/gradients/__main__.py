@@ -1,6 +1,6 @@
 """Compute the table, write it and its page, and fail if a default is biased: ``python -m tools.gradients``.
 
-A directory as argument is written to in the place of ``docs/discussion``.
+A directory as argument is written to in the place of ``docs/results``.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from tools.gradients.table import DEFAULT, Question, Table, estimators
 
 __all__ = ["PAGE", "format_page"]
 
-PAGE = Path(__file__).parents[2] / "docs" / "discussion" / "gradients.md"
+PAGE = Path(__file__).parents[2] / "docs" / "results" / "gradients.md"
 
 _KEY_SHAPES = (
     "one chain, four rewards",

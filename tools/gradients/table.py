@@ -34,7 +34,7 @@ __all__ = [
 Table = Mapping[str, Mapping[str, Bias]]
 """Biases by question and estimator."""
 
-FILE = Path(__file__).parents[2] / "docs" / "discussion" / "gradients.json"
+FILE = Path(__file__).parents[2] / "docs" / "results" / "gradients.json"
 
 DEFAULT = "default"
 """The name of the estimator that a configuration without ``trainer`` and ``rollout.openai`` has."""

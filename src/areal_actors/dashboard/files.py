@@ -7,7 +7,7 @@
       run.json           whether it is running, finished, interrupted or failed, and why it ended
       admin.key          of a service: its admin key, readable by its owner only
       journal.sqlite     of a service: the session journal, which survives a restart
-      metrics.jsonl      one JSON object per step (docs/metrics.md)
+      metrics.jsonl      one JSON object per step (docs/reference/metrics.md)
       failures.jsonl     one JSON object for each episode that failed
       untrained.jsonl    one JSON object for each successful episode that no step trained
       sessions.jsonl     a sample of conversations, for the page and the report

@@ -1,7 +1,7 @@
 """The numbers of a run: ``metrics.jsonl``, and a summary computed from the file. ``trackers`` send them elsewhere.
 
-``docs/metrics.md`` explains every key. A record of step 0 has only the evaluation before the first step; every other
-record is one training step.
+``docs/reference/metrics.md`` explains every key. A record of step 0 has only the evaluation before the first step;
+every other record is one training step.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class SessionArchived(Message[Progress, None]):
 
 @frozen(kw_only=True)
 class StepFinished(Message[Progress, None]):
-    """News: a training step, as one flat record of numbers (see ``docs/metrics.md`` for every key).
+    """News: a training step, as one flat record of numbers (see ``docs/reference/metrics.md`` for every key).
 
     ``phase`` is the name of the phase that the step belongs to.
     """

@@ -313,7 +313,7 @@ def _answer_unrouted(request: Request, error: Exception) -> Response:
     failure = Failure(
         status=status,
         type="not_found_error",
-        message=f"There is no {request.method} route of this form; see docs/http.md for those that there are.",
+        message=f"There is no {request.method} route of this form; docs/reference/http.md lists those that there are.",
         code="not_found",
     )
     # No dialect has been routed to, so the header or the path has to tell which vendor's client this is.

@@ -69,7 +69,7 @@ def parse_key_request(body: Mapping[str, Any]) -> CreateKey:
     """
     unknown = sorted(set(body) - set(KEY_ARGUMENTS))
     if unknown:
-        raise InvalidRequest(f"{unknown[0]} is not a field of a key; see docs/users.md.", param=unknown[0])
+        raise InvalidRequest(f"{unknown[0]} is not a field of a key; see docs/guides/users.md.", param=unknown[0])
     user = read(body, "user", TEXT)
     if user is None:
         raise InvalidRequest("user is missing; name whose key this is.", param="user")

@@ -1,7 +1,8 @@
 """The ``/metrics`` route for Prometheus; actors are asked for their numbers at each scrape.
 
 There is no global state: every application has its own ``Meter``.
-Labels name operations, statuses and actors, never a key, session or path. ``docs/metrics.md`` describes every metric.
+Labels name operations, statuses and actors, never a key, session or path. ``docs/reference/metrics.md`` describes every
+metric.
 """
 
 from __future__ import annotations

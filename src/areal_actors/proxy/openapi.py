@@ -1,9 +1,9 @@
 """The ``/openapi.json`` route: the proxy's routes as an OpenAPI 3.1 document, and ``/docs``: as a page for people.
 
 Requests follow the field tables of the dialects and the argument tables of the control routes. Answers have no schemas:
-those of completions are the vendors' own, and ``docs/http.md`` describes the others. A test compares the rows with the
-table that serves requests. Routes are served under more paths than the document lists: ``/v1`` may be missing, doubled
-or elsewhere.
+those of completions are the vendors' own, and ``docs/reference/http.md`` describes the others. A test compares the rows
+with the table that serves requests. Routes are served under more paths than the document lists: ``/v1`` may be missing,
+doubled or elsewhere.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The metrics of steps and evaluations: flat records of numbers by name, which ``docs/metrics.md`` explains.
+"""The metrics of steps and evaluations: flat records of numbers by name, which ``docs/reference/metrics.md`` explains.
 
 Nothing here imports torch, since the exporter measures the lengths of sampled episodes with the same functions, so that
 they can be compared with those of the trained ones.

@@ -19,7 +19,7 @@ ARGUMENTS = (
     *("--disable-health-check", "--disable-circuit-breaker", "--worker-wedge-secs", "3600"),
     *("--request-timeout-secs", "14400", "--worker-startup-check-interval", "1"),
 )
-"""Those that docs/servers.md recommends."""
+"""Those that docs/guides/servers.md recommends."""
 
 
 def choose_ports(number: int) -> list[int]:

@@ -1,8 +1,8 @@
 """Fields of JSON requests: each is declared once, and parsing, refusal and the OpenAPI document follow from it.
 
 A ``Kind`` is a type of value: its JSON schema, and the function that reads it. A ``Field`` is a name, its support and,
-if it is honoured, its kind. A ``FieldTable`` has all fields of one route. ``docs/http.md`` lists them, and the tests
-compare them with the parameters of the SDKs.
+if it is honoured, its kind. A ``FieldTable`` has all fields of one route. ``docs/reference/fields.md`` lists them, and
+the tests compare them with the parameters of the SDKs.
 
 A name that is not in the table is refused. An unknown name is either a misspelling (``temperatur``), whose effect would
 silently be missing from the training data, or a feature whose effect is unknown. OpenAI's own endpoint refuses unknown

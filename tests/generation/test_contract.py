@@ -9,9 +9,8 @@ from itertools import cycle, product
 import numpy as np
 import pytest
 import torch
-from tests.generation.llamas import create_llama
+from tests.generation.tiny_models import create_llama, create_model
 from tests.generation.torch_operations import create_graph_runner
-from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
 from areal_actors.domain import Snapshot, as_floats
 from areal_actors.generation.torch import TorchEngine, TorchEngineConfig
@@ -68,41 +67,18 @@ async def open_with_grammars(create_runner=create_runner) -> AsyncIterator[Subje
         )
 
 
-def create_qwen() -> Qwen2ForCausalLM:
-    """Biases, one key head, tied: the lean path."""
-    torch.manual_seed(1)
-    return Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=96,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=1,
-            max_position_embeddings=256,
-            initializer_range=0.3,
-            tie_word_embeddings=True,
-        )
-    ).eval()
-
-
-def create_gpt2() -> GPT2LMHeadModel:
-    """Learned positions: the path through the model's own modules."""
-    torch.manual_seed(2)
-    return GPT2LMHeadModel(
-        GPT2Config(vocab_size=96, n_positions=256, n_embd=24, n_layer=2, n_head=3, initializer_range=0.3)
-    ).eval()
-
-
 ENGINES: dict[str, Callable[[], AbstractAsyncContextManager[Subject]]] = {
     "echo": open_echo,
     "llama": lambda: open_torch(create_llama()),
-    "qwen2": lambda: open_torch(create_qwen()),
-    "gpt2": lambda: open_torch(create_gpt2()),
+    "qwen2": lambda: open_torch(create_model("qwen2")),
+    "gemma3": lambda: open_torch(create_model("gemma3_text")),
+    "qwen3_5": lambda: open_torch(create_model("qwen3_5_text")),
+    "deepseek_v4": lambda: open_torch(create_model("deepseek_v4")),
     "grammars": open_with_grammars,
     "deterministic": lambda: open_torch(create_llama(), deterministic=True),
+    "deterministic-qwen3_5": lambda: open_torch(create_model("qwen3_5_text"), deterministic=True),
     "graphs": lambda: open_torch(create_llama(), create_graph_runner),
-    "graphs-qwen2": lambda: open_torch(create_qwen(), create_graph_runner),
+    "graphs-qwen2": lambda: open_torch(create_model("qwen2"), create_graph_runner),
     "graphs-grammars": lambda: open_with_grammars(create_graph_runner),
 }
 

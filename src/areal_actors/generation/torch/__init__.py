@@ -7,6 +7,9 @@
     forward.py     models on flat batches          constraint.py sampling under a grammar
     sampler.py     from logits to ids              config.py     settings
 
+    Models that run by their own modules:
+    rows.py        rows in caches of transformers  runners.py    their steps
+
     On GPUs, for Llama-like models:
     graphs.py      recorded steps, one ahead       operations.py  what they need of a layer
     kernels.py     these operations in Triton

@@ -32,6 +32,7 @@ from areal_actors.generation.torch.operations import (
     SlotCache,
     SpanLayout,
 )
+from areal_actors.generation.torch.runners import RowRunner
 from areal_actors.generation.torch.sampler import Sample, sample_neutral, start_sampling, to_device
 from areal_actors.generation.torch.scheduler import Admission, Generation, Prefill
 from areal_actors.generation.torch.worker import Runner, Step, StepRunner, create_rows
@@ -50,15 +51,16 @@ def create_runner(forward: Forward, config: TorchEngineConfig, *, context_length
         ConfigError: keys and values of all slots do not fit into the device's memory.
     """
     device = next(iter(forward.parameters.values())).device
-    if device.type != "cuda":
-        return StepRunner(forward, config)
-    if not isinstance(forward, LlamaForward) or not SlotDecoder.accepts(forward):
+    if device.type == "cuda" and not SlotDecoder.accepts(forward):
         _log.warning(
             "cuda_graphs_unsupported",
             effect="kernels are launched one by one, which is several times slower",
             supported="Llama, Mistral, Qwen2 and Qwen3 without sliding windows",
             remedy="use an inference server",
         )
+    if not isinstance(forward, LlamaForward):
+        return RowRunner(forward, config)
+    if device.type != "cuda" or not SlotDecoder.accepts(forward):
         return StepRunner(forward, config)
     try:
         # Here, because Triton is installed only with torch for GPUs.
@@ -104,6 +106,7 @@ class GraphRunner:
     """
 
     is_ahead = True
+    can_cut = True
 
     def __init__(
         self, forward: LlamaForward, config: TorchEngineConfig, *, context_length: int, operations: Operations

@@ -242,7 +242,10 @@ class Prefill:
 
 
 class Scheduler:
-    """The slots and queues. Only the engine's thread calls it."""
+    """The slots and queues. Only the engine's thread calls it.
+
+    ``can_cut``: a slot can be continued from any prefix of its tokens, and not only from all of them.
+    """
 
     def __init__(self, *, num_slots: int, prefill_chunk: int, deterministic: bool = False) -> None:
         self.slots = tuple(Slot(index) for index in range(num_slots))
@@ -250,6 +253,7 @@ class Scheduler:
         self.prefilling: list[Generation] = []
         self.decoding: list[Generation] = []
         self.prefill_chunk = prefill_chunk
+        self.can_cut = True
         self._deterministic = deterministic
         self._clock = 0
 
@@ -309,13 +313,17 @@ class Scheduler:
             if self._deterministic and not (common == len(context) == len(slot.tokens)):
                 continue
             ready = min(common, slot.ready)
+            # A recurrent state can only be continued where it ends.
+            is_cut = common < len(slot.tokens) and not self.can_cut
+            if is_cut and common < slot.ready:
+                ready = 0
             # Without the logits that follow it, the last token must be computed again. In deterministic mode all must:
             # a row must not depend on what else is in its batch.
             if ready == len(context) and (slot.logits is None or len(slot.tokens) != len(context)):
-                ready = 0 if self._deterministic else ready - 1
+                ready = 0 if self._deterministic or not self.can_cut else ready - 1
             if ready > best_ready or (ready == best_ready and ready and slot.owner is None):
                 best, best_ready = slot, ready
-            if slot.owner is not None and slot.ready < slot.owner.base:
+            if slot.owner is not None and slot.ready < slot.owner.base and not is_cut:
                 best_coming = max(best_coming, common)
         gain = best_coming - best_ready
         is_all = best_coming == len(context)  # for an equal prompt, the next token's logits will be cached, too

@@ -5,8 +5,8 @@ part of prompts), and reports everything to the event loop in one call. It never
 results of a step are read after the next one has been launched, so the device computes while tokens are delivered.
 If it fails, ``report`` receives the reason once, and every waiting task gets an error.
 
-A ``Runner`` computes the steps. ``StepRunner`` does it for any model on any device; ``graphs`` has the other one, which
-replays CUDA graphs of Llama-like models, and the choice between the two.
+A ``Runner`` computes the steps. ``StepRunner`` does it for the lean path; ``runners`` has the one of all other models,
+``graphs`` the one that replays CUDA graphs of Llama-like models, and the choice between them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from areal_actors.generation.torch.attention import (
     plan_sharing,
 )
 from areal_actors.generation.torch.config import TorchEngineConfig
-from areal_actors.generation.torch.forward import FlatBatch, Forward, GenericForward, load_snapshot
+from areal_actors.generation.torch.forward import FlatBatch, Forward, LlamaForward, load_snapshot
 from areal_actors.generation.torch.sampler import RowSampling, Sample, start_sampling
 from areal_actors.generation.torch.scheduler import Admission, Generation, Prefill, Scheduler, Tokens
 
@@ -140,6 +140,7 @@ class Worker:
                 self._scheduler.prefill_chunk = CUDA_PREFILL_CHUNK
             with torch.inference_mode(), _own_stream(self._device):
                 self._steps = self._create_runner(self._forward, self._config, context_length=self._context_length)
+                self._scheduler.can_cut = self._steps.can_cut
                 self._outgoing.replies.append(self._opened)
                 self._flush()
                 while not self._is_closing:
@@ -216,7 +217,8 @@ class Worker:
         try:
             # The snapshot's tensors may still be computed on another stream, and may change as soon as this returns.
             self._synchronize()
-            load_snapshot(snapshot, self._forward.parameters, self._forward.aliases)
+            forward = self._forward
+            load_snapshot(snapshot, forward.parameters, forward.aliases, forward.buffers)
             self._synchronize()
         except ModelError as error:
             reply.error = error
@@ -429,6 +431,11 @@ class Runner(Protocol):
 
     is_ahead: bool
 
+    @property
+    def can_cut(self) -> bool:
+        """Return whether a slot can be continued from any prefix of its tokens."""
+        ...
+
     def admit(self, admission: Admission) -> None:
         """Copy the cached prefix into the generation's slot."""
         ...
@@ -479,15 +486,36 @@ def create_rows(generations: Sequence[Generation], uniforms: Sequence[float]) ->
     ]
 
 
+def finish_step(
+    logits: torch.Tensor, order: Sequence[Generation], ready: Sequence[Generation], *, num_done: int
+) -> Step:
+    """Sample the tokens of ``order`` from ``logits`` [B, V], those of ``ready`` from the logits in their slots.
+
+    The last ``num_done`` rows of the logits follow a prompt.
+    """
+    stored = [g.slot.logits[None] for g in ready if g.slot is not None and g.slot.logits is not None]
+    # Copies: rows of ``logits`` would keep all of them.
+    prompt_logits = [row.clone() for row in logits[len(order) - num_done :]]
+    order = [*order, *ready]
+    if not order:
+        return Step((), (), ())
+    logits = torch.cat([logits, *stored] if len(stored) < len(order) else stored)
+    # Grammar masks are computed on the CPU while an accelerator still computes the logits.
+    return Step(
+        order, [start_sampling(logits, create_rows(order, [g.uniform() for g in order])).start_copy()], prompt_logits
+    )
+
+
 class StepRunner:
-    """Computes steps of any model, on any device. Only the engine's thread calls it.
+    """Computes steps of the lean path, on any device. Only the engine's thread calls it.
 
     ``is_padded`` selects how main parts are read (see ``StepAttention``); the default depends on the device.
     """
 
     is_ahead = False
+    can_cut = True
 
-    def __init__(self, forward: Forward, config: TorchEngineConfig, *, is_padded: bool | None = None) -> None:
+    def __init__(self, forward: LlamaForward, config: TorchEngineConfig, *, is_padded: bool | None = None) -> None:
         self._forward = forward
         self._config = config
         self._device = next(iter(forward.parameters.values())).device
@@ -496,8 +524,6 @@ class StepRunner:
         self._num_fixed_rows = -(-config.max_concurrent // 64) * 64
         self._kv = KeyValues()
         self._free_tails = list(range(config.max_concurrent))
-        if config.return_routed_experts and isinstance(forward, GenericForward):
-            forward.record_experts()
         self._planned: tuple[Generation, ...] = ()
         self._plan = SharingPlan((), ())
 
@@ -531,7 +557,7 @@ class StepRunner:
             self._planned = ()
 
     def launch(self, decoding: Sequence[Generation], ready: Sequence[Generation], prefills: Sequence[Prefill]) -> Step:
-        """Compute a step: see ``Runner.launch``. The order is decoding, ready, then completed prefills."""
+        """Compute a step: see ``Runner.launch``. The order is decoding, completed prefills, then ready."""
         # The sharing plan is computed again only when rows were added or removed.
         if decoding and tuple(decoding) != self._planned:
             self._planned = tuple(decoding)
@@ -544,22 +570,10 @@ class StepRunner:
             # Separate batches: a row must not depend on the prompts in its batch.
             groups = [(order, ()), ([], prefills)]
         parts = [self._compute(rows, spans) for rows, spans in groups if rows or spans]
-        stored = [g.slot.logits for g in ready if g.slot is not None and g.slot.logits is not None]
-        at = len(order)
-        order = [*order, *ready, *(p.generation for p in prefills if p.is_last)]
-        if stored:
-            computed = torch.cat(parts) if parts else torch.empty((0, *stored[0].shape), device=self._device)
-            logits = torch.cat((computed[:at], torch.stack(stored), computed[at:]))
-        else:
-            logits = torch.cat(parts) if len(parts) > 1 else parts[0]
-        num_done = sum(p.is_last for p in prefills)
-        # Copies: rows of ``logits`` would keep all of them.
-        prompt_logits = [row.clone() for row in logits[len(order) - num_done :]] if num_done else []
-        # Grammar masks are computed on the CPU while an accelerator still computes the logits.
-        samples = (
-            [start_sampling(logits, create_rows(order, [g.uniform() for g in order])).start_copy()] if order else []
-        )
-        return Step(order, samples, prompt_logits)
+        if not parts:
+            return finish_step(torch.empty(0), (), ready, num_done=0)
+        done = [p.generation for p in prefills if p.is_last]
+        return finish_step(torch.cat(parts), [*order, *done], ready, num_done=len(done))
 
     def _compute(self, rows: Sequence[Generation], prefills: Sequence[Prefill]) -> torch.Tensor:
         layout = self._lay_out(rows) if rows else None
@@ -581,13 +595,6 @@ class StepRunner:
         batch = FlatBatch(self._tensor(ids), self._tensor(positions), self._tensor(np.array(wanted, dtype=np.int64)))
         attention = StepAttention(self._kv, layout, spans, is_padded=self._is_padded)
         logits = self._forward.run(batch, attention)
-        experts = self._forward.take_experts() if isinstance(self._forward, GenericForward) else None
-        if experts is not None:
-            for place, row in enumerate(rows):
-                row.experts.write(row.length - 1, experts[place : place + 1])
-            for prefill, span in zip(prefills, spans, strict=True):
-                size = prefill.stop - prefill.start
-                prefill.generation.experts.write(prefill.start, experts[span.offset : span.offset + size])
         # Rows are padded only if there are no spans.
         return logits if num_rows == len(rows) else logits[: len(rows)]
 

@@ -14,16 +14,18 @@ import torch
 from areal_actors.domain import Chunk, EngineRequest, SampleKey, Sampling, Snapshot
 from areal_actors.generation.torch import TorchEngine, TorchEngineConfig
 
-_NUM_PROMPTS = 6
+TOLERANCE = 1e-3
 
 
-def deviation(model: Any, *, max_length: int) -> float:
-    """Return the largest difference of a sampled token's log-probability from plain transformers in float32.
+def check_samples(model: Any, *, max_length: int) -> None:
+    """Raise ``AssertionError`` if the log-probability of a sampled token is not that of transformers in float32.
 
     Generations share prefixes, join and leave, have their prompts in parts, and continue with new weights; the next
     turn of one of them follows. The longest have ``max_length`` tokens, of at least 32.
     """
-    return anyio.run(_deviation, model, max_length)
+    found = anyio.run(_deviation, model, max_length)
+    if not found <= TOLERANCE:
+        raise AssertionError(f"log-probabilities of samples differ by {found:.1e}")
 
 
 async def _deviation(model: Any, max_length: int) -> float:
@@ -38,7 +40,7 @@ async def _deviation(model: Any, max_length: int) -> float:
     prompts = [shared, shared, *(np.concatenate([shared[: 4 * i], rng.integers(3, 90, 1 + i)]) for i in range(4))]
     found: list[tuple[Sequence[int], list[Chunk]]] = []
     async with TorchEngine.open(config, model=model) as engine:
-        ids = count()
+        ids, is_begun = count(), anyio.Event()
 
         async def sample(prompt: Sequence[int], num_new: int) -> None:
             number = next(ids)
@@ -52,13 +54,13 @@ async def _deviation(model: Any, max_length: int) -> float:
             async with engine.generate(request) as stream:
                 async for chunk in stream:
                     chunks.append(chunk)
+                    is_begun.set()
             found.append((prompt, chunks))
 
         async with anyio.create_task_group() as tasks:
             for i, prompt in enumerate(prompts):
                 tasks.start_soon(sample, prompt, max_length - len(prompt) - 2 * i)
-            while engine.statistics().sampled_tokens < 3 * _NUM_PROMPTS:
-                await anyio.lowlevel.checkpoint()
+            await is_begun.wait()
             await engine.load(Snapshot(version=1, state=changed.state_dict()))
         prompt, chunks = found[0]
         turn = [*prompt, *_join(chunks), 5, 6][: max_length - 4]

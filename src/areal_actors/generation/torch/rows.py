@@ -162,8 +162,8 @@ class CachedModel:
         num_new = ids.shape[1]
         if num_new > 1 and any(rows.lengths) and not self.can_chunk:
             parts = []
-            for token in ids.split(1, dim=1):
-                logits, rows = self.extend(rows, token)
+            for column in range(num_new):
+                logits, rows = self.extend(rows, ids[:, column : column + 1])
                 parts.append(logits)
             return torch.cat(parts[-num_logits:], dim=1), rows
         starts, longest = torch.tensor(rows.lengths, device=self.device)[:, None], max(rows.lengths)

@@ -231,8 +231,8 @@ class RowRunner:
         self._batches = {}
         parts = []
         for group, rows in batches.items():
-            ids = [[each.tokens[each.length - 1]] for each in group]
-            logits, self._batches[group] = self._model.extend(rows, torch.tensor(ids, device=self._model.device))
+            ids = torch.tensor([[each.tokens[each.length - 1]] for each in group], device=self._model.device)
+            logits, self._batches[group] = self._model.extend(rows, ids)
             parts.append(logits[:, 0])
             if (experts := self._model.take_experts()) is not None:
                 for place, each in enumerate(group):

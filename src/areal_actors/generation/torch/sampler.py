@@ -86,8 +86,9 @@ def sample(logits: torch.Tensor, rows: Sequence[RowSampling]) -> Draw:
     # Float32 is what consumers store. Rounding may make log-probabilities slightly positive.
     taken, raw = (x.float().double().clamp(max=0.0) for x in (taken, raw))
     # Every id and every float32 is exact in float64, so that one copy brings them all from a GPU.
-    ids, logprobs_, raw_, finite = torch.cat((picked.double(), taken, raw, is_finite.double()), dim=1).t().tolist()
-    return Draw([int(i) for i in ids], logprobs_, raw_, top, [flag == 1 for flag in finite])
+    packed = torch.cat((picked.double(), taken, raw, is_finite.double()), dim=1).t().tolist()
+    token_ids, sampled_logprobs, raw_logprobs, flags = packed
+    return Draw([int(i) for i in token_ids], sampled_logprobs, raw_logprobs, top, [flag == 1 for flag in flags])
 
 
 def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:

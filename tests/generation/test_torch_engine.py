@@ -370,6 +370,22 @@ async def test_inexact_lean_path_is_not_used(llama, monkeypatch, caplog):
     assert "differ by" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("family", "effect"),
+    [
+        ("mamba", "what continues a prompt is computed token by token"),
+        ("qwen3_5_text", "a prompt is computed again unless it is equal to another, or continues an answer"),
+        ("deepseek_v4", "each generation takes a pass of its own"),
+    ],
+)
+async def test_what_a_model_cannot_share_is_said(family, effect, caplog):
+    """The log names the path, and what it costs with this model."""
+    with torch.no_grad(), caplog.at_level("INFO"):
+        create_forward(create_model(family))
+
+    assert effect in caplog.text
+
+
 async def test_directory_without_a_model_is_refused(tmp_path):
     """``ModelError`` names the directory."""
     with pytest.raises(ModelError, match=str(tmp_path)):

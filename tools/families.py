@@ -20,11 +20,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from areal_actors.errors import ArealError
 from areal_actors.generation.torch.config import TorchEngineConfig
-from areal_actors.generation.torch.engine import own_copy, plan_engine
-from areal_actors.generation.torch.forward import create_forward
+from areal_actors.generation.torch.engine import plan_engine
 from areal_actors.training.config import ComputeDtype, Layout, LoraConfig, TrainerConfig
 from areal_actors.training.memory import plan_trainer
 from areal_actors.training.trainer import PolicyTrainer
+from tools.family_engine import check_samples
 
 TYPES = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
 MAX_LENGTH = 32
@@ -109,7 +109,7 @@ def attempts(model: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
     lora = TrainerConfig(dtype=ComputeDtype.FLOAT32, layout=Layout.FLAT, lora=LoraConfig(rank=4))
     yield "adapter", lambda: train(lora)
     yield "plan", plan
-    yield "sample", lambda: create_forward(own_copy(model, torch.float32, "cpu"), max_length=MAX_LENGTH)
+    yield "sample", lambda: check_samples(model, max_length=MAX_LENGTH)
 
 
 def try_model(model: Any) -> dict[str, str]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from tests.generation.llamas import create_llama
+from tests.generation.tiny_models import create_llama
 from transformers import LlamaForCausalLM
 
 from areal_actors.domain import EngineRequest, Floats, SampleKey, Sampling, as_floats
@@ -15,7 +15,7 @@ from areal_actors.domain import EngineRequest, Floats, SampleKey, Sampling, as_f
 
 @pytest.fixture(name="create_llama")
 def provide_create_llama() -> Callable[..., LlamaForCausalLM]:
-    """See ``llamas``."""
+    """See ``tiny_models``."""
     return create_llama
 
 

@@ -9,13 +9,10 @@ from itertools import cycle, product
 import numpy as np
 import pytest
 import torch
-from tests.generation.llamas import create_llama
-from tests.generation.torch_operations import create_graph_runner
-from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
+from tests.generation.tiny_models import create_llama, create_model
 
 from areal_actors.domain import Snapshot, as_floats
 from areal_actors.generation.torch import TorchEngine, TorchEngineConfig
-from areal_actors.generation.torch.graphs import create_runner
 from areal_actors.models.built_in import create_tiny_tokenizer
 from areal_actors.testing.engines import EchoEngine
 from areal_actors_testing.engine_contract import ENGINE_CHECKS, Check, Subject
@@ -32,7 +29,7 @@ async def open_echo() -> AsyncIterator[Subject]:
 
 
 @asynccontextmanager
-async def open_torch(model, create_runner=create_runner, **settings) -> AsyncIterator[Subject]:
+async def open_torch(model, **settings) -> AsyncIterator[Subject]:
     """The embedded engine, with the model's own log-probabilities to compare with."""
 
     def recompute(prompt, output):
@@ -42,7 +39,7 @@ async def open_torch(model, create_runner=create_runner, **settings) -> AsyncIte
         return as_floats(logprobs.gather(1, ids[len(prompt) :, None])[:, 0])
 
     config = TorchEngineConfig(dtype="float32", max_concurrent=4, prefill_chunk=16, **settings)
-    async with TorchEngine.open(config, model=model, create_runner=create_runner) as engine:
+    async with TorchEngine.open(config, model=model) as engine:
         yield Subject(
             engine=engine,
             create_snapshot=lambda version: Snapshot(version=version, state=model.state_dict()),
@@ -52,13 +49,11 @@ async def open_torch(model, create_runner=create_runner, **settings) -> AsyncIte
 
 
 @asynccontextmanager
-async def open_with_grammars(create_runner=create_runner) -> AsyncIterator[Subject]:
+async def open_with_grammars(model) -> AsyncIterator[Subject]:
     """The embedded engine with a tokenizer, which is smaller than the model's vocabulary."""
-    model, tokenizer = create_llama(vocab_size=400), create_tiny_tokenizer()
+    tokenizer = create_tiny_tokenizer()
     config = TorchEngineConfig(dtype="float32", max_concurrent=4, prefill_chunk=16)
-    async with TorchEngine.open(
-        config, model=model, tokenizer=tokenizer.backend_tokenizer, create_runner=create_runner
-    ) as engine:
+    async with TorchEngine.open(config, model=model, tokenizer=tokenizer.backend_tokenizer) as engine:
         yield Subject(
             engine=engine,
             create_snapshot=lambda version: Snapshot(version=version, state=model.state_dict()),
@@ -68,42 +63,18 @@ async def open_with_grammars(create_runner=create_runner) -> AsyncIterator[Subje
         )
 
 
-def create_qwen() -> Qwen2ForCausalLM:
-    """Biases, one key head, tied: the lean path."""
-    torch.manual_seed(1)
-    return Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=96,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=1,
-            max_position_embeddings=256,
-            initializer_range=0.3,
-            tie_word_embeddings=True,
-        )
-    ).eval()
-
-
-def create_gpt2() -> GPT2LMHeadModel:
-    """Learned positions: the path through the model's own modules."""
-    torch.manual_seed(2)
-    return GPT2LMHeadModel(
-        GPT2Config(vocab_size=96, n_positions=256, n_embd=24, n_layer=2, n_head=3, initializer_range=0.3)
-    ).eval()
-
-
+# Both paths: the lean one computes Llama and Qwen2, the modules of the model all others.
 ENGINES: dict[str, Callable[[], AbstractAsyncContextManager[Subject]]] = {
     "echo": open_echo,
     "llama": lambda: open_torch(create_llama()),
-    "qwen2": lambda: open_torch(create_qwen()),
-    "gpt2": lambda: open_torch(create_gpt2()),
-    "grammars": open_with_grammars,
+    "qwen2": lambda: open_torch(create_model("qwen2")),
+    "gemma3": lambda: open_torch(create_model("gemma3_text")),
+    "qwen3_5": lambda: open_torch(create_model("qwen3_5_text")),
+    "deepseek_v4": lambda: open_torch(create_model("deepseek_v4")),
+    "grammars": lambda: open_with_grammars(create_llama(vocab_size=400)),
+    "grammars-gemma3": lambda: open_with_grammars(create_model("gemma3_text", vocab_size=400)),
     "deterministic": lambda: open_torch(create_llama(), deterministic=True),
-    "graphs": lambda: open_torch(create_llama(), create_graph_runner),
-    "graphs-qwen2": lambda: open_torch(create_qwen(), create_graph_runner),
-    "graphs-grammars": lambda: open_with_grammars(create_graph_runner),
+    "deterministic-qwen3_5": lambda: open_torch(create_model("qwen3_5_text"), deterministic=True),
 }
 
 

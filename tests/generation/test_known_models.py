@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.generation.llamas import create_llama
+from tests.generation.tiny_models import create_llama
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,

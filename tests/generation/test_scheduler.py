@@ -36,6 +36,7 @@ class Memory:
             self.held[admission.slot.index] = source[: admission.num_cached]
             expected = admission.generation.context[: admission.num_cached].tolist()
             assert expected == self.held[admission.slot.index]
+            assert self.scheduler.can_cut or admission.num_cached in {0, len(source)}
         ready = list(self.scheduler.decoding)
         for prefill in self.scheduler.plan_prefills():
             held = self.held[prefill.generation.slot.index]
@@ -52,13 +53,15 @@ class Memory:
                 self.scheduler.release(generation, num_ready=len(held))
 
 
+MODES = ("plain", "deterministic", "recurrent")
 prompts_strategy = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=40), min_size=1, max_size=12)
 
 
-@given(prompts_strategy, st.integers(1, 4), st.integers(1, 24), st.booleans(), st.data())
-def test_all_generations_are_admitted_eventually(prompts, num_slots, chunk, deterministic, data):
+@given(prompts_strategy, st.integers(1, 4), st.integers(1, 24), st.sampled_from(MODES), st.data())
+def test_all_generations_are_admitted_eventually(prompts, num_slots, chunk, mode, data):
     """Prefixes come from slots that hold those tokens, chunks tile the rest, all end, also when the weights change."""
-    scheduler = Scheduler(num_slots=num_slots, prefill_chunk=chunk, deterministic=deterministic)
+    scheduler = Scheduler(num_slots=num_slots, prefill_chunk=chunk, deterministic=mode == "deterministic")
+    scheduler.can_cut = mode != "recurrent"
     memory = Memory(scheduler)
     generations = [create_generation(i, prompt) for i, prompt in enumerate(prompts)]
     for generation in generations:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
+from itertools import cycle
 
 import anyio
 import numpy as np
@@ -12,15 +13,15 @@ import pytest
 import torch
 from anyio.lowlevel import checkpoint
 from attrs import evolve
-from tests.generation.torch_operations import create_graph_runner
-from transformers import BloomConfig, BloomForCausalLM, MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from tests.generation.tiny_models import SETTINGS, create_llama, create_model
+from transformers import BertConfig, BertLMHeadModel
 
 from areal_actors.domain import FinishReason, Snapshot
 from areal_actors.errors import EngineError, InvalidRequest, ModelError
 from areal_actors.generation.torch import TorchEngine, TorchEngineConfig, worker
-from areal_actors.generation.torch.forward import GenericForward, LlamaForward, create_forward
-from areal_actors.generation.torch.graphs import create_runner
-from areal_actors.generation.torch.worker import StepRunner
+from areal_actors.generation.torch.forward import LlamaForward, create_forward
+from areal_actors.generation.torch.rows import CachedModel
+from areal_actors.generation.torch.runners import SlotRunner
 from areal_actors_testing.engine_contract import collect, join_ids
 
 pytestmark = pytest.mark.anyio
@@ -52,55 +53,32 @@ async def run_all(engine, requests):
     return results
 
 
-@pytest.fixture(params=["shared", "padded", "generic", "graphs"])
-def path(request, monkeypatch) -> str:
-    """Each way to compute: shared segments, the padded form that accelerators use, the model's own modules."""
-    if request.param == "padded":
-        original = StepRunner.__init__
-        monkeypatch.setattr(StepRunner, "__init__", lambda *args: original(*args, is_padded=True))
-    if request.param == "generic":
-        monkeypatch.setattr(LlamaForward, "accepts", staticmethod(lambda _: False))
-    return request.param
+@pytest.fixture(params=["llama", "gemma3_text", "qwen3_5_text"])
+def model(request):
+    """The lean path; the modules of a model whose prefixes can be continued, and of one whose prefixes cannot."""
+    return create_llama() if request.param == "llama" else create_model(request.param)
 
 
-@pytest.fixture(params=[create_runner, create_graph_runner], ids=["flat", "graphs"])
-def runner(request):
-    """Both ways to compute steps; the one of accelerators runs ahead of the host, and is not recorded here."""
-    return request.param
-
-
-async def test_logprobs_are_exact_in_any_batch(llama, create_request, recompute, path):
+# The path matters here, and not the loop: each family runs on one.
+@pytest.mark.parametrize(("family", "anyio_backend"), [*zip(SETTINGS, cycle(("asyncio", "trio")))])
+async def test_logprobs_are_exact_in_any_batch(create_request, recompute, family):
     """Mixed lengths, shared prefixes, chunked prefill, joining and leaving: each token's logprob is the model's own."""
+    model = create_model(family)
     prompts = create_prompts(14)
     requests = [create_request(i, p, max_new_tokens=10 + 3 * i) for i, p in enumerate(prompts)]
-    create = create_graph_runner if path == "graphs" else create_runner
-    async with TorchEngine.open(CONFIG, model=llama, create_runner=create) as engine:
+    async with TorchEngine.open(CONFIG, model=model) as engine:
         results = await run_all(engine, requests)
         kind = type(engine._worker._forward)
 
-    assert kind is (GenericForward if path == "generic" else LlamaForward)
+    assert kind is (LlamaForward if family in {"qwen2", "qwen3"} else CachedModel)
     for prompt, chunks in zip(prompts, results, strict=True):
-        expected = recompute(llama, prompt, join_ids(chunks))
+        expected = recompute(model, prompt, join_ids(chunks))
         np.testing.assert_allclose(join_logprobs(chunks), expected, atol=1e-4, rtol=0)
 
 
-async def test_other_architectures_are_exact(create_request, recompute, runner):
-    """Qwen3 (norms of heads, its own head size) takes the lean path and agrees with the model."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "initializer_range": 0.3}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=96, **sizes, **heads)).eval()
-    async with TorchEngine.open(CONFIG, model=model, create_runner=runner) as engine:
-        chunks = await collect(engine, create_request(0, PROMPT, max_new_tokens=20))
-        kind = type(engine._worker._forward)
-
-    assert kind is LlamaForward
-    np.testing.assert_allclose(join_logprobs(chunks), recompute(model, PROMPT, join_ids(chunks)), atol=1e-4)
-
-
-async def test_group_and_next_turn_use_the_prefix_cache(llama, create_request, recompute, runner):
+async def test_group_and_next_turn_use_the_prefix_cache(model, create_request, recompute):
     """Equal prompts are computed once; a prompt that extends an answer reuses all of it; logprobs stay exact."""
-    async with TorchEngine.open(CONFIG, model=llama, create_runner=runner) as engine:
+    async with TorchEngine.open(CONFIG, model=model) as engine:
         group = await run_all(engine, [create_request(i, PROMPT, max_new_tokens=9) for i in range(6)])
         cached = [chunks[0].num_cached_tokens for chunks in group]
         turn = np.concatenate([PROMPT, join_ids(group[2]), [1, 2, 3]])
@@ -109,13 +87,17 @@ async def test_group_and_next_turn_use_the_prefix_cache(llama, create_request, r
     assert sorted(cached) == [0] + [len(PROMPT)] * 5
     assert len({tuple(join_ids(c)) for c in group}) > 1
     assert chunks[0].num_cached_tokens == len(turn) - 3 - 1
-    np.testing.assert_allclose(join_logprobs(chunks), recompute(llama, turn, join_ids(chunks)), atol=1e-4)
+    for prompt, found in ((turn, chunks), *((PROMPT, each) for each in group)):
+        np.testing.assert_allclose(join_logprobs(found), recompute(model, prompt, join_ids(found)), atol=1e-4)
 
 
-async def test_running_generations_continue_with_new_weights(llama, create_request, recompute, runner):
+async def test_running_generations_continue_with_new_weights(model, create_request, recompute):
     """After a load each logprob is that of the new weights given the whole prefix, and old keys are not reused."""
-    new = type(llama)(llama.config).eval()
-    async with TorchEngine.open(CONFIG, model=llama, version=4, create_runner=runner) as engine:
+    new = copy.deepcopy(model)
+    with torch.no_grad():
+        for weight in new.parameters():
+            weight.add_(0.1 * torch.randn_like(weight))
+    async with TorchEngine.open(CONFIG, model=model, version=4) as engine:
         async with (
             engine.generate(create_request(0, PROMPT, max_new_tokens=60)) as first,
             engine.generate(create_request(1, PROMPT[:30], max_new_tokens=60)) as second,
@@ -129,7 +111,7 @@ async def test_running_generations_continue_with_new_weights(llama, create_reque
     for prompt, chunks in zip((PROMPT, PROMPT[:30]), streams, strict=True):
         ids = join_ids(chunks)
         versions = np.concatenate([np.full(len(c.token_ids), c.version) for c in chunks])
-        expected = np.where(versions == 4, recompute(llama, prompt, ids), recompute(new, prompt, ids))
+        expected = np.where(versions == 4, recompute(model, prompt, ids), recompute(new, prompt, ids))
         assert {4, 5} == set(versions.tolist())
         np.testing.assert_allclose(join_logprobs(chunks), expected, atol=1e-4)
     np.testing.assert_allclose(join_logprobs(again), recompute(new, PROMPT, join_ids(again)), atol=1e-4)
@@ -176,14 +158,14 @@ async def test_engine_has_a_copy_of_the_trained_model(llama, create_request):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-async def test_deterministic_samples_do_not_depend_on_the_batch(llama, create_request, runner, dtype):
+async def test_deterministic_samples_do_not_depend_on_the_batch(model, create_request, dtype):
     """Any order and any concurrency give the same ids and the same bits of logprobs."""
     config = TorchEngineConfig(dtype=dtype, max_concurrent=8, prefill_chunk=16, deterministic=True)
     prompts = [*create_prompts(9), PROMPT, PROMPT]
     requests = [create_request(i, p, max_new_tokens=8 + 2 * i, temperature=1.0) for i, p in enumerate(prompts)]
-    async with TorchEngine.open(config, model=llama, create_runner=runner) as engine:
+    async with TorchEngine.open(config, model=model) as engine:
         alone = [await collect(engine, request) for request in requests]
-    async with TorchEngine.open(config, model=llama, create_runner=runner) as engine:
+    async with TorchEngine.open(config, model=model) as engine:
         order = RNG.permutation(len(requests))
         together = await run_all(engine, [requests[i] for i in order])
 
@@ -192,13 +174,13 @@ async def test_deterministic_samples_do_not_depend_on_the_batch(llama, create_re
         assert join_logprobs(alone[i]).tobytes() == join_logprobs(together[place]).tobytes()
 
 
-async def test_stop_strings_end_at_the_completing_token(llama, create_request, runner):
+async def test_stop_strings_end_at_the_completing_token(model, create_request):
     """Ids stay exact: the last one is the token that completed the stop string, not cut."""
 
     def decode(ids) -> str:
         return "".join(f"<{int(i)}>" for i in ids)
 
-    async with TorchEngine.open(CONFIG, model=llama, decode=decode, create_runner=runner) as engine:
+    async with TorchEngine.open(CONFIG, model=model, decode=decode) as engine:
         free = join_ids(await collect(engine, create_request(0, PROMPT, max_new_tokens=12)))
         stop = f"{free[3]}><{free[4]}"
         chunks = await collect(engine, create_request(0, PROMPT, max_new_tokens=12, stop=(stop,)))
@@ -216,7 +198,7 @@ async def test_failed_thread_fails_all_requests(llama, create_request, monkeypat
     async with TorchEngine.open(CONFIG, model=llama) as engine:
         async with engine.generate(create_request(0, PROMPT, max_new_tokens=100)) as chunks:
             await anext(aiter(chunks))
-            monkeypatch.setattr(StepRunner, "launch", explode)
+            monkeypatch.setattr(SlotRunner, "compute", explode)
             with pytest.raises(EngineError, match="no memory for keys"):
                 async for _ in chunks:
                     pass
@@ -264,7 +246,7 @@ async def test_step_that_hangs_fails_all_requests(llama, create_request, hang):
         async with TorchEngine.open(config, model=llama) as engine:
             async with engine.generate(create_request(0, PROMPT, max_new_tokens=100)) as chunks:
                 await anext(aiter(chunks))
-                hang(StepRunner, "launch")
+                hang(SlotRunner, "compute")
                 with pytest.raises(EngineError, match=r"hangs in wait \(.*more than 0.2 s.*step_timeout_seconds"):
                     async for _ in chunks:
                         pass
@@ -289,13 +271,13 @@ async def test_load_that_hangs_fails(llama, hang):
 @pytest.mark.parametrize("limit", [0.5, None])
 async def test_many_short_steps_do_not_count_as_a_hang(llama, create_request, monkeypatch, limit):
     """Each step has the time limit for itself."""
-    original = StepRunner.launch
+    original = SlotRunner.compute
 
-    def launch_slowly(*args):
+    def compute_slowly(*args):
         time.sleep(0.02)
         return original(*args)
 
-    monkeypatch.setattr(StepRunner, "launch", launch_slowly)
+    monkeypatch.setattr(SlotRunner, "compute", compute_slowly)
     began = time.monotonic()
     async with TorchEngine.open(evolve(CONFIG, step_timeout_seconds=limit), model=llama) as engine:
         chunks = await collect(engine, create_request(0, PROMPT, max_new_tokens=30))
@@ -304,25 +286,28 @@ async def test_many_short_steps_do_not_count_as_a_hang(llama, create_request, mo
     assert time.monotonic() - began > 0.5
 
 
-async def test_non_finite_logits_fail_only_their_generation(llama, create_request, runner):
+async def test_non_finite_logits_fail_only_their_generation(model, create_request):
     """NaN logits are an ``EngineError`` of the generation; sound weights make the engine serve again."""
-    broken = {name: torch.full_like(value, torch.nan) for name, value in llama.state_dict().items()}
-    async with TorchEngine.open(CONFIG, model=llama, create_runner=runner) as engine:
-        await engine.load(Snapshot(version=1, state=broken))
+    broken = copy.deepcopy(model)
+    with torch.no_grad():
+        for weight in broken.parameters():
+            weight.fill_(torch.nan)
+    async with TorchEngine.open(CONFIG, model=model) as engine:
+        await engine.load(Snapshot(version=1, state=broken.state_dict()))
         with pytest.raises(EngineError, match="not finite"):
             await collect(engine, create_request(0, PROMPT))
-        await engine.load(Snapshot(version=2, state=llama.state_dict()))
+        await engine.load(Snapshot(version=2, state=model.state_dict()))
         chunks = await collect(engine, create_request(1, PROMPT, max_new_tokens=4))
 
     assert len(join_ids(chunks)) == 4
 
 
-async def test_closed_engine_aborts_running_generations(llama, create_request, runner):
+async def test_closed_engine_aborts_running_generations(model, create_request):
     """Generations that run when the engine closes end with ABORT; later calls say that it is closed."""
     seen = []
     async with (
         anyio.create_task_group() as tasks,
-        TorchEngine.open(CONFIG, model=llama, create_runner=runner) as engine,
+        TorchEngine.open(CONFIG, model=model) as engine,
     ):
         started = anyio.Event()
 
@@ -365,24 +350,13 @@ async def test_slow_consumer_does_not_delay_others(llama, create_request):
     assert len(join_ids(chunks)) == 30
 
 
-async def test_engine_refuses_models_it_cannot_compute():
-    """Attention that cannot be replaced, and windows that are shorter than the context: ``ModelError``, by name."""
-    bloom = BloomForCausalLM(BloomConfig(vocab_size=50, hidden_size=16, n_layer=1, n_head=2)).eval()
-    mistral = MistralForCausalLM(
-        MistralConfig(
-            vocab_size=50,
-            hidden_size=16,
-            intermediate_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            sliding_window=8,
-        )
-    ).eval()
-    for model, message in ((bloom, "cannot be replaced"), (mistral, "sliding_window")):
-        with pytest.raises(ModelError, match=message):
-            async with TorchEngine.open(CONFIG, model=model):
-                pass
+async def test_model_without_a_cache_is_refused():
+    """Before anything is sampled, with what to use instead."""
+    sizes = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = BertLMHeadModel(BertConfig(**sizes, is_decoder=False)).eval()
+    with pytest.raises(ModelError, match=r"keeps no cache of the tokens .* serve it with an inference server"):
+        async with TorchEngine.open(CONFIG, model=model):
+            pass
 
 
 async def test_inexact_lean_path_is_not_used(llama, monkeypatch, caplog):
@@ -392,8 +366,24 @@ async def test_inexact_lean_path_is_not_used(llama, monkeypatch, caplog):
     with torch.no_grad(), caplog.at_level("INFO"):
         forward = create_forward(llama)
 
-    assert isinstance(forward, GenericForward)
+    assert isinstance(forward, CachedModel)
     assert "differ by" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("family", "effect"),
+    [
+        ("mamba", "what continues a prompt is computed token by token"),
+        ("qwen3_5_text", "a prompt is computed again unless it is equal to another, or continues an answer"),
+        ("deepseek_v4", "each generation takes a pass of its own"),
+    ],
+)
+async def test_what_a_model_cannot_share_is_said(family, effect, caplog):
+    """The log names the path, and what it costs with this model."""
+    with torch.no_grad(), caplog.at_level("INFO"):
+        create_forward(create_model(family))
+
+    assert effect in caplog.text
 
 
 async def test_directory_without_a_model_is_refused(tmp_path):

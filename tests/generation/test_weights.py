@@ -29,6 +29,16 @@ def test_weights_are_cast(parameters):
     load_snapshot(Snapshot(version=1, state=state), parameters, ALIASES)
 
 
+def test_buffers_are_loaded_if_a_snapshot_has_them(parameters):
+    """Files of a model hold them, and a trainer does not publish them."""
+    buffers = {"table": torch.zeros(2, dtype=torch.int64)}
+    state = {"embed": torch.ones(3, 2), "norm": torch.ones(2)}
+    load_snapshot(Snapshot(version=1, state=state), parameters, ALIASES, buffers)
+    assert not buffers["table"].any()
+    load_snapshot(Snapshot(version=2, state=state | {"table": torch.tensor([1, 2])}), parameters, ALIASES, buffers)
+    assert [1, 2] == buffers["table"].tolist()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.generation.llamas import create_llama
 from tests.generation.servers.server_stack import ReplicatedServers, open_replicated
+from tests.generation.tiny_models import create_llama
 from transformers import LlamaForCausalLM
 
 from areal_actors.domain import EngineRequest, SampleKey, Sampling, Snapshot, as_floats

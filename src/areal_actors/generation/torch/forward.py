@@ -1,34 +1,34 @@
-"""The models that the engine runs on flat batches: Llamas by a lean path, and any other transformers model.
+"""The forms in which the engine runs a model: ``LlamaForward``, or ``CachedModel`` of ``rows``.
 
-When an engine opens, either path is compared with a plain forward pass of the model, and a path that differs is not
-used: a wrong log-probability would corrupt training silently.
+``create_forward`` chooses. On CPUs, Llama, Mistral, Qwen2 and Qwen3 take ``LlamaForward``, the lean path, which
+computes them without the overhead of a module per operation; everything else takes ``CachedModel``. When an engine
+opens, either is compared with a plain forward pass of the model, and a path that differs is not used: a wrong
+log-probability would corrupt training silently.
 
-``LlamaForward`` computes Llama, Mistral, Qwen2 and Qwen3 without the overhead of a module per operation. Activations
-are [N, features], as in the modules. With [features, N] products of the stored weights are as fast for 16, 32 or 48
-tokens, but take 1.6 to 5 times as long for other numbers below 48 (MKL, AVX2), which most decode steps of agents have,
-and 6 times as long in bfloat16. Projections that read the same input are one matrix. Weights are copied into those
-matrices and the model's own are dropped; ``parameters`` are views by the names of its state dict.
-
-``GenericForward`` runs the modules of any model with pluggable attention, with our attention in them.
+In the lean path, activations are [N, features], as in the modules. With [features, N] products of the stored weights
+are as fast for 16, 32 or 48 tokens, but take 1.6 to 5 times as long for other numbers below 48 (MKL, AVX2), which most
+decode steps of agents have, and 6 times as long in bfloat16. Projections that read the same input are one matrix.
+Weights are copied into those matrices and the model's own are dropped; ``parameters`` are views by the names of its
+state dict.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
-from typing import Any, Protocol
+from functools import partial
+from types import MappingProxyType
+from typing import Any
 
-import numpy as np
 import torch
 from attrs import define, frozen
 from torch.nn.functional import linear, silu
 
-from areal_actors.domain import Experts, Snapshot
+from areal_actors.domain import Snapshot
 from areal_actors.errors import ArealError, ModelError
 from areal_actors.generation.torch.attention import DecodeLayout, KeyValues, Span, StepAttention, plan_alone
+from areal_actors.generation.torch.rows import CachedModel, Rows, join_rows
 from areal_actors.lib.checkpoint_tensors import LazyTensors, read_checkpoint
-from areal_actors.lib.routers import find_routers
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.models import model_shape, require_fixed_rotation
 
@@ -48,24 +48,6 @@ class FlatBatch:
     wanted: torch.Tensor
 
 
-class Forward(Protocol):
-    """A model in the form that the engine runs."""
-
-    @property
-    def parameters(self) -> Mapping[str, torch.Tensor]:
-        """Return the tensors into which weights are loaded, by the names of the model's state dict."""
-        ...
-
-    @property
-    def aliases(self) -> Mapping[str, str]:
-        """Return names that a snapshot may leave out, each with the name to which it is tied."""
-        ...
-
-    def run(self, batch: FlatBatch, attention: StepAttention) -> torch.Tensor:
-        """Return logits [M, V] in float32."""
-        ...
-
-
 def create_forward(model: Any, *, max_length: int | None = None) -> Forward:
     """Return the fastest path that computes the same as ``model``, a transformers causal LM, and take the model over.
 
@@ -73,7 +55,7 @@ def create_forward(model: Any, *, max_length: int | None = None) -> Forward:
 
     Raises:
         ConfigError: tokens of sequences of this length depend on other sequences in a step.
-        ModelError: the model cannot be run on a flat batch.
+        ModelError: the model cannot be sampled token by token.
     """
     max_length = max_length or model_shape(model.config).max_positions
     # Verify in float32, on a copy if needed: in bfloat16, rounding alone moves single log-probabilities by more than
@@ -94,29 +76,36 @@ def create_forward(model: Any, *, max_length: int | None = None) -> Forward:
 
 
 def _choose_path(model: Any, max_length: int | None) -> Callable[[Any], Forward]:
-    device = model.get_input_embeddings().weight.device
-    vocab_size = model.get_input_embeddings().weight.shape[0]
+    embedding = model.get_input_embeddings().weight
+    device = embedding.device
     # Two short sequences; a generator of our own, so that the caller's random numbers do not change.
-    ids = torch.randint(vocab_size, (2, PROBE_LENGTH), generator=torch.Generator().manual_seed(0)).to(device)
-    expected = _Probe(ids, torch.log_softmax(model(input_ids=ids, use_cache=False).logits, -1))
-    reason = f"the lean path does not compute {type(model).__name__} with these settings"
-    if LlamaForward.accepts(model):
-        deviation = _deviation(LlamaForward.of(model), expected)
+    ids = torch.randint(len(embedding), (2, PROBE_LENGTH), generator=torch.Generator().manual_seed(0)).to(device)
+    probe = _Probe(ids, torch.log_softmax(model(input_ids=ids, use_cache=False).logits.float(), -1))
+    reason = f"the lean path computes {', '.join(sorted(_ARCHITECTURES))} with usual settings, on CPUs"
+    if device.type == "cpu" and LlamaForward.accepts(model):
+        deviation = _try_slots(LlamaForward.of(model), probe)
         if deviation <= TOLERANCE:
             _log.debug("lean_path_is_used", deviation=deviation, allowed=TOLERANCE)
             return LlamaForward.of
         reason = f"the lean path's log-probabilities differ by {deviation:.2g}, of {TOLERANCE:g} allowed"
     # The lean path has fixed frequencies.
     require_fixed_rotation(model.config, max_length=max_length)
-    deviation = _deviation(GenericForward(model), expected)
+    deviation = _try_rows(CachedModel(model), probe, _extend_one_by_one)
     # NaN is too large as well.
     if not deviation <= TOLERANCE:
         raise ModelError(
             f"{type(model).__name__} cannot be run by the embedded engine: its log-probabilities differ by "
             f"{deviation:.2g} from the model's own. Serve it with an inference server instead."
         )
-    _log.info("modules_are_used", effect="a step takes longer than by the lean path", reason=reason)
-    return GenericForward
+    lacking: list[str] = []
+    effects = ["a step takes longer than by the lean path"]
+    for name, (trial, effect) in _ABILITIES.items():
+        rows = CachedModel(model, lacking)
+        if not (getattr(rows, name) and _holds(rows, probe, trial)):
+            lacking.append(name)
+            effects.append(effect)
+    _log.info("modules_are_used", effect="; ".join(effects), reason=reason)
+    return partial(CachedModel, lacking=lacking)
 
 
 @frozen(eq=False)
@@ -126,41 +115,108 @@ class _Probe:
     ids: torch.Tensor
     logprobs: torch.Tensor
 
+    def differ(self, logits: torch.Tensor, parts: Sequence[tuple[int, int, int]]) -> float:
+        """Return the largest difference of ``logits`` [N, V] at the given parts: row, start and stop."""
+        expected = torch.cat([self.logprobs[row, start:stop] for row, start, stop in parts])
+        return float((torch.log_softmax(logits, -1) - expected).abs().max().nan_to_num(torch.inf))
 
-def _deviation(forward: Forward, probe: _Probe) -> float:
+
+def _try_slots(forward: LlamaForward, probe: _Probe) -> float:
     """Return the largest difference over prefill, chunked prefill, and decoding of both sequences in one batch."""
     kv = KeyValues()
     half, length = PROBE_LENGTH // 2, PROBE_LENGTH
-    device = probe.ids.device
     worst = 0.0
 
     def compare(parts: Sequence[tuple[int, int, int]], decode: DecodeLayout | None) -> None:
         nonlocal worst
         ids = torch.cat([probe.ids[row, start:stop] for row, start, stop in parts])
-        positions = torch.cat([torch.arange(start, stop, device=device) for _, start, stop in parts])
+        positions = torch.cat([torch.arange(start, stop) for _, start, stop in parts])
         offsets = [sum(stop - start for _, start, stop in parts[:i]) for i in range(len(parts))]
         spans = [] if decode else [Span(*part, offset) for part, offset in zip(parts, offsets, strict=True)]
-        batch = FlatBatch(ids, positions, torch.arange(len(ids), device=device))
-        actual = torch.log_softmax(forward.run(batch, StepAttention(kv, decode, spans)), -1)
-        expected = torch.cat([probe.logprobs[row, start:stop] for row, start, stop in parts])
-        worst = max(worst, float((actual - expected).abs().max().nan_to_num(torch.inf)))
+        batch = FlatBatch(ids, positions, torch.arange(len(ids)))
+        worst = max(worst, probe.differ(forward.run(batch, StepAttention(kv, decode, spans)), parts))
 
     # Prefill row 0, prefill row 1 in two chunks, then decode both rows together.
     compare([(0, 0, half), (1, 0, 2)], None)
     compare([(1, 2, half)], None)
     for at in range(half, length):
         layout = DecodeLayout(
-            plan=plan_alone([row[:half].cpu().numpy() for row in probe.ids]),
+            plan=plan_alone([row[:half].numpy() for row in probe.ids]),
             slots=(0, 1),
-            tails=torch.tensor([0, 1], device=device),
+            tails=torch.tensor([0, 1]),
             num_tails=2,
-            bases=torch.full((2,), half, device=device),
+            bases=torch.full((2,), half),
             num_rows=2,
             is_alone=False,
-            columns=torch.full((2,), at - half, device=device),
+            columns=torch.full((2,), at - half),
         )
         compare([(0, at, at + 1), (1, at, at + 1)], layout)
     return worst
+
+
+Extend = Callable[[Rows, list[int], int], Rows]
+"""Append so many of their next tokens to rows, which are these rows of a probe."""
+Trial = Callable[[Rows, Extend], object]
+"""Extends rows, beginning with one that has no tokens."""
+
+
+def _try_rows(forward: CachedModel, probe: _Probe, trial: Trial) -> float:
+    """Return the largest difference in all that ``trial`` computes."""
+    worst = 0.0
+
+    def extend(rows: Rows, members: list[int], num_new: int) -> Rows:
+        nonlocal worst
+        parts = [(row, start, start + num_new) for row, start in zip(members, rows.lengths, strict=True)]
+        ids = torch.stack([probe.ids[row, start:stop] for row, start, stop in parts])
+        logits, rows = forward.extend(rows, ids, num_logits=num_new)
+        worst = max(worst, probe.differ(logits.flatten(0, 1), parts))
+        return rows
+
+    trial(forward.create_rows(), extend)
+    return worst
+
+
+def _holds(forward: CachedModel, probe: _Probe, trial: Trial) -> bool:
+    try:
+        return _try_rows(forward, probe, trial) <= TOLERANCE
+    except Exception:  # noqa: BLE001 - models fail in many ways on what they do not support
+        return False
+
+
+def _extend_one_by_one(rows: Rows, extend: Extend) -> None:
+    rows = extend(rows, [0], PROBE_LENGTH // 2)
+    rows = rows.take(0, rows.lengths[0])
+    while rows.lengths[0] < PROBE_LENGTH:
+        rows = extend(rows, [0], 1)
+
+
+def _extend_in_chunks(rows: Rows, extend: Extend) -> None:
+    for size in (2, 4, PROBE_LENGTH - 6):
+        rows = extend(rows, [0], size)
+
+
+def _extend_a_prefix(rows: Rows, extend: Extend) -> None:
+    extend(extend(rows, [1], PROBE_LENGTH).take(0, 3), [1], PROBE_LENGTH - 3)
+
+
+def _extend_together(rows: Rows, extend: Extend) -> None:
+    half = PROBE_LENGTH // 2
+    # The second row begins later, and stays when the first one leaves.
+    short, long = extend(rows.take(0, 0), [1], half - 3), extend(rows, [0], half)
+    both = join_rows([(long, [0]), (short, [0])])
+    for _ in range(3):
+        both = extend(both, [0, 1], 1)
+    left = both.take(1, half)
+    while left.lengths[0] < PROBE_LENGTH:
+        left = extend(left, [1], 1)
+
+
+_ABILITIES: dict[str, tuple[Trial, str]] = {
+    "can_chunk": (_extend_in_chunks, "what continues a prompt is computed token by token"),
+    "can_cut": (_extend_a_prefix, "a prompt is computed again unless it is equal to another, or continues an answer"),
+    "can_pad": (_extend_together, "each generation takes a pass of its own"),
+}
+"""What a ``CachedModel`` can do if the trial of it is exact, and what happens otherwise."""
 
 
 _ARCHITECTURES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
@@ -274,6 +330,7 @@ class LlamaForward:
         self._read = read
         self.parameters: dict[str, torch.Tensor] = {}
         self.aliases: Mapping[str, str] = {}
+        self.buffers: Mapping[str, torch.Tensor] = {}
         self.embed = self._keep("model.embed_tokens.weight")
         self._frequencies = torch.tensor(shape.frequencies, dtype=torch.float32, device=self.embed.device)
         self.layers = [self._fuse(f"model.layers.{index}.") for index in range(shape.num_layers)]
@@ -366,81 +423,8 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
-_ATTENTION_NAME = "areal_actors_slots"
-_step: ContextVar[StepAttention] = ContextVar("areal_actors_step")
-_UNSUPPORTED = ("softcap", "s_aux", "position_bias", "cache")
-"""Options of some models' attention that slots do not support."""
-
-
-class GenericForward:
-    """Runs ``model`` on flat batches, with its modules and weights unchanged."""
-
-    def __init__(self, model: Any) -> None:
-        if not getattr(model, "_supports_attention_backend", False):
-            raise ModelError(
-                f"{type(model).__name__} has its own attention that cannot be replaced; "
-                "serve it with an inference server."
-            )
-        from transformers import AttentionInterface
-
-        AttentionInterface.register(_ATTENTION_NAME, _attend)
-        model.set_attn_implementation(_ATTENTION_NAME)
-        self._model = model
-        self._experts: list[torch.Tensor] = []
-        self.parameters: Mapping[str, torch.Tensor] = dict(model.named_parameters())
-        tied = getattr(model, "all_tied_weights_keys", None) or {}
-        self.aliases: Mapping[str, str] = {name: target for name, target in tied.items() if name not in self.parameters}
-
-    def record_experts(self) -> None:
-        """Record from now on which experts the routers of the model choose, if it has any."""
-        for router in find_routers(self._model):
-            router.register_forward_hook(lambda _router, _args, output: self._experts.append(output[2]))
-
-    def take_experts(self) -> Experts | None:
-        """Return the experts of the tokens of the last run, [N, layers, k]; ``None`` if none are recorded."""
-        if not self._experts:
-            return None
-        found, self._experts = torch.stack(self._experts, 1), []
-        # The largest value of a type means that an expert is unknown.
-        is_small = all(len(router.weight) <= np.iinfo(np.uint8).max for router in find_routers(self._model))
-        return found.cpu().numpy().astype(np.uint8 if is_small else np.uint16)
-
-    def run(self, batch: FlatBatch, attention: StepAttention) -> torch.Tensor:
-        """Return logits float32 [M, V]."""
-        token = _step.set(attention)
-        try:
-            logits = self._model(
-                input_ids=batch.ids[None],
-                position_ids=batch.positions[None],
-                use_cache=False,
-                logits_to_keep=batch.wanted,
-            ).logits
-        finally:
-            _step.reset(token)
-        return torch.as_tensor(logits[0]).float()
-
-
-def _attend(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    **options: Any,
-) -> tuple[torch.Tensor, None]:
-    """Compute attention with the signature of transformers: from ``query`` [1, Hq, N, D] to [1, N, Hq, Dv]."""
-    asked = [name for name in _UNSUPPORTED if options.get(name) is not None]
-    if sliding_window is not None or asked or attention_mask is not None:
-        asked += ["sliding_window"] * (sliding_window is not None) + ["attention_mask"] * (attention_mask is not None)
-        raise ModelError(
-            f"{type(module).__name__} needs {', '.join(asked)}, which the embedded engine does not compute."
-        )
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = _step.get().attend(module.layer_idx, query[0], key[0], value[0], scale)
-    return out.transpose(0, 1)[None].contiguous(), None
+Forward = LlamaForward | CachedModel
+"""A model in the form that the engine runs, with its ``parameters`` and their ``aliases`` for new weights."""
 
 
 _MAX_NAMED = 5
@@ -456,10 +440,27 @@ def _is_same(state: Mapping[str, torch.Tensor], first: str, second: str) -> bool
     return is_shared or (not pair[0].is_meta and torch.equal(state[first], state[second]))
 
 
-def load_snapshot(snapshot: Snapshot, parameters: Mapping[str, torch.Tensor], aliases: Mapping[str, str]) -> None:
+def _compare(name: str, state: Mapping[str, torch.Tensor], target: torch.Tensor | None) -> str | None:
+    """Return why a weight of a snapshot does not fit ``target``, if it does not."""
+    # Lazy weights are computed only when they are copied.
+    value = state.like(name) if isinstance(state, LazyTensors) else state[name]
+    if target is None:
+        return f"{name} is unknown"
+    if not isinstance(value, torch.Tensor) or value.is_floating_point() < target.is_floating_point():
+        return f"{name} is not a floating-point tensor"
+    return None if value.shape == target.shape else f"{name} is {tuple(value.shape)}, not {tuple(target.shape)}"
+
+
+def load_snapshot(
+    snapshot: Snapshot,
+    parameters: Mapping[str, torch.Tensor],
+    aliases: Mapping[str, str],
+    buffers: Mapping[str, torch.Tensor] = MappingProxyType({}),
+) -> None:
     """Copy the snapshot's weights into ``parameters``, cast to their dtype and device.
 
-    ``aliases`` may be missing from the snapshot: they are tied to parameters that it has.
+    ``aliases`` may be missing from the snapshot: they are tied to parameters that it has. So may ``buffers``, which
+    training does not change: those that it has are copied.
 
     Raises:
         ModelError: weights are missing, unknown, of another shape, or unreadable; ``parameters`` are unchanged.
@@ -472,18 +473,12 @@ def load_snapshot(snapshot: Snapshot, parameters: Mapping[str, torch.Tensor], al
         raise ModelError(f"Snapshot of version {snapshot.version} has neither state nor path; give it one of them.")
     # A snapshot that does not fit must leave the old weights intact, so check all of it before the first copy.
     problems = [f"{name} is missing" for name in parameters if name not in state]
+    targets = {**buffers, **parameters}
     for name in state:
-        # Lazy weights are computed only when they are copied.
-        value = state.like(name) if isinstance(state, LazyTensors) else state[name]
-        target = parameters.get(aliases.get(name, name))
-        if target is None:
-            problems.append(f"{name} is unknown")
-        elif not isinstance(value, torch.Tensor) or not value.is_floating_point():
-            problems.append(f"{name} is not a floating-point tensor")
-        elif value.shape != target.shape:
-            problems.append(f"{name} is {tuple(value.shape)}, not {tuple(target.shape)}")
-        elif name in aliases and not _is_same(state, name, aliases[name]):
-            problems.append(f"{name} is not {aliases[name]}, to which the engine's model ties it")
+        found = _compare(name, state, targets.get(aliases.get(name, name)))
+        if found is None and name in aliases and not _is_same(state, name, aliases[name]):
+            found = f"{name} is not {aliases[name]}, to which the engine's model ties it"
+        problems += [found] if found else []
     if problems:
         shown = "; ".join(problems[:_MAX_NAMED])
         more = f"; and {len(problems) - _MAX_NAMED} more" if len(problems) > _MAX_NAMED else ""
@@ -492,5 +487,6 @@ def load_snapshot(snapshot: Snapshot, parameters: Mapping[str, torch.Tensor], al
             "Publish the weights of the same architecture; the old weights stay."
         )
     with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(state[name])
+        for name, target in targets.items():
+            if name in state:
+                target.copy_(state[name])

@@ -21,7 +21,6 @@ from attrs import define, field, frozen
 from areal_actors.domain import EngineRequest, Experts, FinishReason, Ints, SampleKey, Sampling, TopLogprob
 from areal_actors.generation.base import Decode, StopScanner, find_stop_ids
 from areal_actors.generation.torch.attention import common_prefix
-from areal_actors.generation.torch.sampler import has_penalties, is_neutral
 
 if TYPE_CHECKING:
     import torch
@@ -95,9 +94,7 @@ class Generation:
 
     ``tokens`` int32 has room for prompt and output; the first ``length`` are known. The keys and values of ``base``
     tokens are in the slot's main part, or will be once prefill has reached them; those of tokens sampled later are in
-    its tail row. ``ahead`` tokens have been sampled that the host has not seen. ``is_plain``: tokens are sampled
-    from the plain softmax, and no alternatives are wanted. ``needs_output``: the distribution of the next token depends
-    on the last one through more than the model.
+    its tail row, or in a batch.
     """
 
     request: EngineRequest
@@ -108,12 +105,9 @@ class Generation:
     uniform: Callable[[], float]
     scanner: StopScanner | None
     constraint: Constraint | None = None
-    is_plain: bool = False
-    needs_output: bool = False
     slot: Slot | None = None
     tail_row: int = -1
     base: int = 0
-    ahead: int = 0
     num_cached: int | None = None
     finish: FinishReason | None = None
     outbox: Tokens = field(factory=Tokens)
@@ -143,8 +137,6 @@ class Generation:
             uniform=create_uniforms(request.key),
             scanner=StopScanner(stop, decode, earlier.tolist()) if stop and decode is not None else None,
             constraint=constraint,
-            is_plain=constraint is None and is_neutral(request.sampling) and not request.sampling.top_logprobs,
-            needs_output=constraint is not None or has_penalties(request.sampling),
             experts=ExpertLog(limit),
         )
 
@@ -242,7 +234,10 @@ class Prefill:
 
 
 class Scheduler:
-    """The slots and queues. Only the engine's thread calls it."""
+    """The slots and queues. Only the engine's thread calls it.
+
+    ``can_cut``: a slot can be continued from any prefix of its tokens, and not only from all of them.
+    """
 
     def __init__(self, *, num_slots: int, prefill_chunk: int, deterministic: bool = False) -> None:
         self.slots = tuple(Slot(index) for index in range(num_slots))
@@ -250,6 +245,7 @@ class Scheduler:
         self.prefilling: list[Generation] = []
         self.decoding: list[Generation] = []
         self.prefill_chunk = prefill_chunk
+        self.can_cut = True
         self._deterministic = deterministic
         self._clock = 0
 
@@ -309,13 +305,17 @@ class Scheduler:
             if self._deterministic and not (common == len(context) == len(slot.tokens)):
                 continue
             ready = min(common, slot.ready)
+            # A recurrent state can only be continued where it ends.
+            is_cut = common < len(slot.tokens) and not self.can_cut
+            if is_cut and common < slot.ready:
+                ready = 0
             # Without the logits that follow it, the last token must be computed again. In deterministic mode all must:
             # a row must not depend on what else is in its batch.
             if ready == len(context) and (slot.logits is None or len(slot.tokens) != len(context)):
-                ready = 0 if self._deterministic else ready - 1
+                ready = 0 if self._deterministic or not self.can_cut else ready - 1
             if ready > best_ready or (ready == best_ready and ready and slot.owner is None):
                 best, best_ready = slot, ready
-            if slot.owner is not None and slot.ready < slot.owner.base:
+            if slot.owner is not None and slot.ready < slot.owner.base and not is_cut:
                 best_coming = max(best_coming, common)
         gain = best_coming - best_ready
         is_all = best_coming == len(context)  # for an equal prompt, the next token's logits will be cached, too

@@ -227,7 +227,7 @@ def test_mistake_under_an_alias_has_its_line(write):
     path = write("training:\n  layout: flt\n")
     num_lines = len(path.read_text().splitlines())
 
-    with pytest.raises(ConfigError, match=rf"run.yaml:{num_lines}: trainer.layout must be one of flat, tree"):
+    with pytest.raises(ConfigError, match=rf"run.yaml:{num_lines}: trainer.layout must be one of auto, flat, tree"):
         load_config(path)
 
 

@@ -6,8 +6,20 @@ import random
 
 import pytest
 from huggingface_hub.errors import StrictDataclassError
-from tools.families import TYPES, create_tiny_config, create_tiny_model, try_model
-from transformers import BertConfig, BertLMHeadModel, Gemma4TextConfig, GPT2Config, MambaConfig, Qwen2MoeConfig
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from tools.families import TYPES, cells_of, create_tiny_config, create_tiny_model, try_model
+from transformers import (
+    BertConfig,
+    BertLMHeadModel,
+    CohereConfig,
+    Gemma2Config,
+    Gemma4TextConfig,
+    GPT2Config,
+    GraniteConfig,
+    MambaConfig,
+    Qwen2MoeConfig,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from areal_actors.errors import ModelError
@@ -39,20 +51,34 @@ def test_configuration_sizes_are_read_or_refused(model_type):
         (GPT2Config(n_embd=32, n_layer=3, n_head=4, n_positions=64), {"width": 128, "head_dim": 8, "num_layers": 3}),
         (Qwen2MoeConfig(num_experts_per_tok=2, moe_intermediate_size=16), {"width": 32, "num_experts_per_token": 2}),
         (MambaConfig(hidden_size=32), {"num_heads": 1, "head_dim": 32, "max_positions": None}),
-        (Gemma4TextConfig(head_dim=8, global_head_dim=16), {"head_dim": 16}),
+        (Gemma4TextConfig(head_dim=8, global_head_dim=16), {"head_dim": 16, "min_head_dim": 8}),
+        (CohereConfig(logit_scale=0.5), {"logit_scale": 0.5}),
+        (GraniteConfig(logits_scaling=8.0), {"logit_scale": 0.125}),
+        (Gemma2Config(final_logit_softcapping=30.0), {"logit_cap": 30.0}),
     ],
 )
-def test_sizes_have_defaults(config, expected):
-    """A width that the model decides, experts, no heads, and the larger of two heads."""
+def test_sizes_are_read_whatever_their_names(config, expected):
+    """A width that the model decides, experts, no heads, two sizes of heads, and what becomes of logits."""
     shape = model_shape(config)
     assert {name: getattr(shape, name) for name in expected} == expected
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("model_type", ["gpt2", "gemma4_text", "rembert", "bloom"])
-def test_family_is_trained_and_sampled_or_refused(model_type):
-    """Each of these ended in an error of Python or torch."""
+@pytest.mark.parametrize("model_type", ["gpt2", "gpt_oss", "gemma4_text", "cohere2", "qwen3_5_text", "rembert"])
+def test_family_is_as_in_transformers_or_refused(model_type):
+    """Each of these was computed wrongly, refused or ended in an error of Python or torch."""
     results = try_model(create_tiny_model(model_type))
+    assert not [result for result in results.values() if result.startswith("!")]
+
+
+@pytest.mark.filterwarnings("ignore")
+@settings(max_examples=3, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_any_variant_is_as_in_transformers_or_refused(data):
+    """Log-probabilities and gradients of both layouts, an adapter, the engine, and weights that were written."""
+    cell = data.draw(st.sampled_from(TYPES).flatmap(lambda name: st.sampled_from(list(cells_of(name)))))
+    model = create_tiny_model(cell.model_type, cell.changes)
+    results = {} if model is None else try_model(model)
     assert not [result for result in results.values() if result.startswith("!")]
 
 

@@ -57,6 +57,26 @@ def test_decoder_that_ignores_mask_or_positions_does_not_attend_by_plan(make_mod
     assert not plan_attention(model)
 
 
+@pytest.mark.parametrize("kind", ["state", "convolution"])
+def test_layer_that_would_read_the_row_before_keeps_rows_apart(make_model, make_row, kind):
+    """A recurrent state or a convolution that goes on into the next row of a pack is found by trying."""
+    model = make_model().eval()
+    layer = model.model.layers[0].mlp
+    plain = layer.forward
+
+    def mixed(hidden):
+        before = hidden.cumsum(1) if kind == "state" else hidden
+        return plain(hidden) + 0.1 * torch.nn.functional.pad(before, (0, 0, 1, 0))[:, :-1]
+
+    layer.forward = mixed
+    trainer = PolicyTrainer(model, TrainerConfig(dtype=ComputeDtype.FLOAT32))
+    rows = [make_row([*range(first, first + 20)], [0] + 19 * [1], session=f"{first}") for first in (3, 30)]
+
+    assert (trainer.layout, trainer.is_planned) == (Layout.FLAT, False)
+    for row, values in zip(rows, trainer.logprobs(rows), strict=True):
+        np.testing.assert_allclose(values, plain_logprobs(trainer.model, row), atol=1e-4)
+
+
 WINDOWED = {
     "phi3": (Phi3Config, Phi3ForCausalLM, {"pad_token_id": 0}),
     "mixtral": (MixtralConfig, MixtralForCausalLM, {"num_local_experts": 2}),

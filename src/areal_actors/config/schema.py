@@ -581,7 +581,7 @@ class RunConfig(ServerSections):
     @property
     def embedded_engine(self) -> TorchEngineConfig:
         """The settings of the embedded engine, which records experts for a trainer that replays them."""
-        records = self.engine.return_routed_experts or self.trainer.router_replay
+        records = self.engine.return_routed_experts or self.trainer.router_replay is not False
         return evolve(self.engine, return_routed_experts=records)
 
     @property
@@ -603,7 +603,7 @@ class RunConfig(ServerSections):
             config=getattr(self, self.rollout.backend),
             directory=directory,
             adapters=adapters,
-            records_experts=self.trainer.router_replay,
+            records_experts=bool(self.trainer.router_replay),
         )
 
     def num_tasks(self, role: Role) -> int:

@@ -158,7 +158,11 @@ def load_policy(path: Path, *, dtype: Literal["float32", "bfloat16", "float16"] 
     if missing := sorted(report["missing_keys"]):
         raise ModelError(f"The files in {path} lack {len(missing)} weights, {missing[0]} among them; save it again.")
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
-    if model.config.tie_word_embeddings and head is not None and head.weight is not embeddings.weight:
+    if (
+        getattr(model.config, "tie_word_embeddings", False)
+        and head is not None
+        and head.weight is not embeddings.weight
+    ):
         # The files hold another head, and transformers did not tie it. Servers go by the configuration that is saved.
         model.config.tie_word_embeddings = False
     return model.eval()

@@ -26,7 +26,7 @@ _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 @frozen(kw_only=True)
 class ModelShape:
-    """Sizes of a model; where layers differ, the largest.
+    """Sizes of a model; where layers differ, the largest, and of heads the smallest as well.
 
     ``width`` is that of the feed-forward part that one token goes through: of all experts that it is sent to.
     ``max_positions`` and ``window``, which is how many tokens back attention reaches, are ``None`` if nothing limits
@@ -39,6 +39,7 @@ class ModelShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    min_head_dim: int
     width: int
     num_experts_per_token: int | None
     max_positions: int | None
@@ -85,13 +86,16 @@ def model_shape(config: Any) -> ModelShape:
     num_experts = find("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "experts_per_token")
     width = find("moe_intermediate_size") if num_experts else None
     width = width or find(*_WIDTHS) or _DEFAULT_WIDTH * hidden
+    head_dim = find("head_dim", "global_head_dim", "kv_channels") or max(hidden // num_heads, 1)
+    by_layer = read("head_dim")
     return ModelShape(
         vocab_size=vocab_size,
         num_layers=num_layers,
         hidden=hidden,
         num_heads=num_heads,
         num_kv_heads=find("num_key_value_heads", "num_kv_heads", "n_head_kv") or num_heads,
-        head_dim=find("head_dim", "global_head_dim", "kv_channels") or max(hidden // num_heads, 1),
+        head_dim=head_dim,
+        min_head_dim=min(by_layer) if isinstance(by_layer, list) else head_dim,
         width=(num_experts or 1) * width,
         num_experts_per_token=num_experts,
         max_positions=find("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"),

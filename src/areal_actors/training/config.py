@@ -490,8 +490,9 @@ class TrainerConfig:
     step_timeout_seconds: float | None = field(default=1800.0, validator=_positive_or_none)
     """A step, publication or checkpoint that begins no forward pass for this long counts as hung: a trainer in a
     worker is replaced, and a run in one process ends with an error. Null: it may take forever."""
-    router_replay: bool = False
-    """Compute a mixture of experts with the experts that the engine recorded for each token when it sampled it."""
+    router_replay: bool | None = None
+    """Compute a mixture of experts with the experts that the engine recorded for each token when it sampled it. Null:
+    where the embedded engine samples, and the routers of the model can be replayed."""
     metrics: tuple[FunctionReference, ...] = field(default=(), validator=deep_iterable(builtin_or_reference(())))
     """Your own functions (file.py:name), whose numbers appear in the metrics of each step as custom/<name>."""
     publish: PublishBy = PublishBy.MEMORY

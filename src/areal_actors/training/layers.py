@@ -63,10 +63,15 @@ def decoder_of(model: Any) -> Any:
 
 
 def decoder_layers(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Yield the decoder layers below ``module``: the modules that transformers says must not be split."""
+    """Yield the decoder layers below ``module``: the outermost modules that transformers says must not be split."""
     names = {name for part in module.modules() for name in getattr(part, "_no_split_modules", None) or ()}
-    # Of all bases, since ``fully_shard`` puts a class in front of the layer's own.
-    yield from [part for part in module.modules() if names & {base.__name__ for base in type(part).__mro__}]
+    inside: set[torch.nn.Module] = set()
+    for part in list(module.modules()):
+        # Of all bases, since ``fully_shard`` puts a class in front of the layer's own. Mamba names the mixers of its
+        # layers, too: a recomputed layer must not recompute a part of itself.
+        if part not in inside and names & {base.__name__ for base in type(part).__mro__}:
+            inside.update(part.modules())
+            yield part
 
 
 @contextmanager

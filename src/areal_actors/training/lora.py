@@ -398,7 +398,7 @@ def find_adapted(model: PreTrainedModel, config: LoraConfig) -> dict[str, tuple[
         name: shape for name, shape in linear.items() if any(_is_among(wanted, [name]) for wanted in modules)
     }
     if config.target_modules == (_ALL,):
-        narrowest = model_shape(model.config).head_dim
+        narrowest = model_shape(model.config).min_head_dim
         # Routers that are linear layers of another class return more than one product.
         shapes = {
             name: shape

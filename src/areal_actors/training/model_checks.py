@@ -13,14 +13,14 @@ import numpy as np
 import torch
 from attrs import evolve
 
-from areal_actors.errors import ArealError, ModelError
+from areal_actors.errors import ArealError, ConfigError, ModelError
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.models import model_shape, require_fixed_rotation
 from areal_actors.training.config import Layout, TrainerConfig
 from areal_actors.training.forward import run_decoder, score_hidden
 from areal_actors.training.layers import decoder_layers, decoder_of
 from areal_actors.training.packing import Pack, Segment
-from areal_actors.training.router_replay import require_replayable
+from areal_actors.training.router_replay import explain_unreplayable
 from areal_actors.training.tree_attention import PackMask, has_planned_attention, planned_attention
 
 _log = get_logger(__name__)
@@ -53,8 +53,6 @@ def require_supported(model: Any, configs: Sequence[TrainerConfig], *, max_lengt
             attention = model.config._attn_implementation  # noqa: SLF001 - transformers has no public name for it
             log = _log.warning if Layout.TREE in layouts else _log.info
             log("layout", model=name, layout="flat", are_rows_padded=True, attention=attention)
-        if any(config.router_replay for config in configs):
-            require_replayable(model)
     except ArealError:
         raise
     except Exception as error:
@@ -64,6 +62,19 @@ def require_supported(model: Any, configs: Sequence[TrainerConfig], *, max_lengt
             f"{error}"
         ) from error
     return limit
+
+
+def can_replay(model: Any, configs: Sequence[TrainerConfig]) -> bool:
+    """Return whether recorded experts can be replayed. Raises ``ConfigError`` if not, and one of ``configs`` says so.
+
+    A rank whose model is on the meta device learns it from the first one.
+    """
+    if model.device.type == "meta":
+        return False
+    reason = explain_unreplayable(model)
+    if reason is not None and any(config.router_replay for config in configs):
+        raise ConfigError(f"router_replay: {reason}; leave router_replay out.")
+    return reason is None
 
 
 @torch.no_grad()

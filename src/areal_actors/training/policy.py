@@ -34,7 +34,7 @@ from areal_actors.training.gang import Gang, guarded
 from areal_actors.training.layers import cast_weights
 from areal_actors.training.lora import ADAPTER_PART, Adapter, peft_name
 from areal_actors.training.memory import device_bytes, free_bytes, plan_trainer, require_room
-from areal_actors.training.model_checks import require_supported
+from areal_actors.training.model_checks import can_replay, require_supported
 from areal_actors.training.optimizer import Optimizer
 from areal_actors.training.passes import Scorer
 from areal_actors.training.phases import Phase, check_phases, phase_of
@@ -77,6 +77,7 @@ class TrainedPolicy:
         configs = [each.config for each in self._phases]
         limits = [require_supported(checked, configs, max_length=max_length) for checked in self._models]
         self._row_limit = min((limit for limit in limits if limit is not None), default=None)
+        self._can_replay = can_replay(self.model, configs)
         # After the checks, which compare in float32.
         self._lower_base()
         self._optimizer = self._create_optimizer()
@@ -105,6 +106,11 @@ class TrainedPolicy:
         if self.config.layout != Layout.AUTO:
             return self.config.layout
         return Layout.TREE if self.is_planned else Layout.FLAT
+
+    @property
+    def replays(self) -> bool:
+        """Whether passes of the policy replay the experts that rows recorded."""
+        return self._can_replay and self.config.router_replay is not False
 
     def follow(self, phase: Phase) -> None:
         """Take the settings of ``phase``."""
@@ -146,8 +152,11 @@ class TrainedPolicy:
                 if not is_read_by_each and gang.rank == 0:
                     self.read_moments()
             moments = self._optimizer.state_dict() if gang.rank == 0 else None
-            own = [self._optimizer.num_updates, *map(attention_number, self._models)]
-            num_updates, *numbers = gang.max(np.array(own if gang.rank == 0 else [-1] * len(own), dtype=np.float64))
+            own = [self._optimizer.num_updates, int(self._can_replay), *map(attention_number, self._models)]
+            num_updates, is_replayable, *numbers = gang.max(
+                np.array(own if gang.rank == 0 else [-1] * len(own), dtype=np.float64)
+            )
+            self._can_replay = bool(is_replayable)
             for model, number in zip(self._models, numbers, strict=True):
                 set_attention_number(model, int(number))
             self._dtype = self._choose_dtype(gang.device)

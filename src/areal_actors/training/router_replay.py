@@ -6,7 +6,7 @@ trainer therefore takes the experts that the engine recorded (Rollout Routing Re
 are recomputed from the router's own logits, so that gradients reach the router as they do without replay.
 
 The routers of transformers (Mixtral, Qwen MoE, OLMoE) return logits, weights and indices. A hook replaces the last two.
-``require_replayable`` finds routers that choose or weigh in another way.
+``explain_unreplayable`` finds routers that choose or weigh in another way.
 """
 
 from __future__ import annotations
@@ -88,14 +88,11 @@ def record_experts(model: Any) -> Iterator[list[Tensor]]:
 
 
 @torch.no_grad()
-def require_replayable(model: Any) -> None:
-    """Check that ``model`` computes the same if the experts that it chose are replayed.
-
-    Raises ``ConfigError`` for a dense model, and for routers that choose or weigh experts in another way.
-    """
+def explain_unreplayable(model: Any) -> str | None:
+    """Return why ``model`` does not compute the same if the experts that it chose are replayed; ``None`` if it does."""
     name, routers = type(model).__name__, find_routers(model)
     if not routers:
-        raise ConfigError(f"router_replay: {name} has no routers; leave router_replay out.")
+        return f"{name} has no routers"
     ids = torch.arange(16, device=model.device)[None] % model_shape(model.config).vocab_size
     with record_experts(model) as chosen:
         expected = decoder_of(model)(input_ids=ids, use_cache=False).last_hidden_state
@@ -106,8 +103,5 @@ def require_replayable(model: Any) -> None:
         finally:
             replay_experts(model, None)
         if torch.allclose(found, expected, rtol=_TOLERANCE, atol=_TOLERANCE):
-            return
-    raise ConfigError(
-        f"router_replay: the routers of {name} do not take the k largest of a softmax, so that their choice cannot be "
-        "replayed; leave router_replay out."
-    )
+            return None
+    return f"the routers of {name} do not take the k largest of a softmax, so that their choice cannot be replayed"

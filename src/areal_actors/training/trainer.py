@@ -340,7 +340,7 @@ class PolicyTrainer(TrainedPolicy):
             )
         create = pack_padded if not self.is_planned else pack_flat if self.layout == Layout.FLAT else pack_tree
         packs = create(rows, chosen, max_tokens=self.config.max_packed_tokens)
-        return packs if replays and self.config.router_replay else [evolve(pack, routed_experts=None) for pack in packs]
+        return packs if replays and self.replays else [evolve(pack, routed_experts=None) for pack in packs]
 
     @property
     def _passes(self) -> Passes:

@@ -510,7 +510,7 @@ def gpu(session: nox.Session) -> None:
 
 @nox.session
 def tour(session: nox.Session) -> None:
-    """Write docs/concepts/tour.md and its picture from a traced run (seconds). ``-- --check`` compares, and writes nothing."""
+    """Write docs/concepts/tour.md and its picture from a traced run. ``-- --check`` compares, and writes nothing."""
     install(session)
     session.run("python", "-m", "tools.tour", *session.posargs, env=ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())})
 

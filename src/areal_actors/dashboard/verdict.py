@@ -143,7 +143,9 @@ def _find_equal_rewards(rewarded: Sequence[Metrics], over: str, share: int) -> d
         return {}
     rewards = [step["reward"] for step in latest]
     if all(reward == 0 for reward in rewards):
-        advice = "No episode was rewarded: use easier problems, or show the model answers first (docs/guides/warm_start.md)."
+        advice = (
+            "No episode was rewarded: use easier problems, or show the model answers first (docs/guides/warm_start.md)."
+        )
     elif min(rewards) == max(rewards):
         advice = f"Every step has the mean reward {rewards[-1]:.3g}: check that the reward depends on the answer."
     else:

@@ -78,6 +78,7 @@ _PERIODS = {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period
 _OTHERS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "sliding_window": 16, "initializer_range": 0.2}
 _OTHERS |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY}
 _OWN: Mapping[str, Mapping[str, Any]] = {
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "mamba2": {"num_heads": 4, "head_dim": 16},
     "zaya": {"num_experts_per_tok": 1},
@@ -105,7 +106,11 @@ _ROTATIONS: Mapping[str, Mapping[str, Any]] = {
     "longrope": _LONG | {"short_factor": [1.0] * 4, "long_factor": [4.0, 6.0, 8.0, 10.0]},
     "partial": {"partial_rotary_factor": 0.5},
 }
-_NOT_OF_THE_MODEL = ("output_", "use_cache", "return_dict", "is_encoder_decoder", "is_decoder", "use_mamba_kernels")
+_NOT_OF_THE_MODEL = (
+    *("output_", "use_cache", "return_dict", "is_encoder_decoder", "is_decoder", "use_mamba_kernels"),
+    # It changes how weights begin, which transformers 5.23 repeats for weights of Mamba that it has loaded.
+    "rescale_prenorm_residual",
+)
 _ROWS = ((12, 28), (12, 6), (12, 1), (0, 19))
 """The tokens of each row that it shares with others, and its own; the first row exceeds windows and rotations."""
 _RATE = 1e3
@@ -445,12 +450,10 @@ def _summarise(results: Sequence[str]) -> str:
 
 
 def _without_names(sentence: str) -> str:
-    """Return a sentence without the names of classes and numbers, which differ by family."""
-    return re.sub(
-        r"[\d.]+e-\d+|0\.\d+",
-        "…",
-        re.sub(r"\b[A-Z]\w*(ForCausalLM|LMHeadModel|Attention|Decoder)\b", "The model", sentence),
-    )
+    """Return the first line of a sentence without names of classes, directories and numbers, which differ by family."""
+    line = sentence.split("\n", maxsplit=1)[0]
+    line = re.sub(r"\b\w*(ForCausalLM|LMHeadModel|Attention|Decoder|ForConditionalGeneration)\b", "The model", line)
+    return re.sub(r"(differ by|model in) \S+", r"\1 …", re.sub(r"<class '[^']*'>", "…", line))
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -318,6 +318,7 @@ def _within_window(rule: Rule, depths: Tensor, bounds: Tensor) -> Rule:
 
 def _attend_by_block(mask: PackMask, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
     kind = query.device.type
+    output: Tensor
     with torch.autocast(kind, enabled=False):
         output, found = _compiled_attention(kind)(
             query,

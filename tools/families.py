@@ -78,6 +78,11 @@ _PERIODS = {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period
 _OTHERS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "sliding_window": 16, "initializer_range": 0.2}
 _OTHERS |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY}
 _OWN: Mapping[str, Mapping[str, Any]] = {
+    # Each of these has a layer with attention beside one with a state.
+    "bailing_hybrid": {"num_key_value_heads": 4},
+    "bamba": {"attn_layer_indices": [1]},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "kimi_linear": {"num_key_value_heads": 4},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "mamba2": {"num_heads": 4, "head_dim": 16},

@@ -377,7 +377,7 @@ def gradients(session: nox.Session) -> None:
 
 @nox.session
 def families(session: nox.Session) -> None:
-    """Train and sample a tiny model of every family of transformers, or see it refused by name (minutes)."""
+    """Compare tiny models of every family, in every variant, with transformers; ``-- --page FILE`` (an hour)."""
     install(session, "test", "lora")
     environment = ENVIRONMENT | {"PYTHONPATH": str(Path.cwd()), "HF_HUB_OFFLINE": "1"}
     session.run("python", "-m", "tools.families", *session.posargs, env=environment)

@@ -32,7 +32,9 @@ from areal_actors.domain import EngineRequest, Exactly, Grammar, Ints, SampleKey
 from areal_actors.generation.torch import TorchEngine, TorchEngineConfig
 from areal_actors.generation.torch.constraint import GrammarCompiler
 from areal_actors.generation.torch.forward import Forward
+from areal_actors.generation.torch.sampler import Sample
 from areal_actors.generation.torch.scheduler import Admission, Generation, Prefill
+from areal_actors.generation.torch.worker import Step
 from areal_actors.lib.openmp import end_team
 from areal_actors.lib.precision import choose_dtype
 from areal_actors.models.built_in import create_tiny_tokenizer
@@ -182,11 +184,11 @@ async def _measure_loop(engine: TorchEngine, rng: np.random.Generator) -> list[R
 
 
 class _NoModel:
-    """A runner whose steps cost nothing and always yield token 0."""
+    """A runner whose steps cost nothing and always yield the same token."""
 
-    can_cut = True
+    is_ahead = True
 
-    def __init__(self, _forward: Forward, _config: TorchEngineConfig) -> None:
+    def __init__(self, _forward: Forward, _config: TorchEngineConfig, *, context_length: int) -> None:  # noqa: ARG002  interface
         self._logits = torch.zeros(1)
 
     def admit(self, admission: Admission) -> None:
@@ -199,12 +201,13 @@ class _NoModel:
         """All but the last token could be used again."""
         return 0 if generation.slot is None else max(generation.base, generation.length - 1)
 
-    def compute(
-        self, decoding: Sequence[Generation], prefills: Sequence[Prefill]
-    ) -> tuple[Sequence[Generation], torch.Tensor]:
-        """Logits of one token for each generation."""
-        order = [*decoding, *(p.generation for p in prefills if p.is_last)]
-        return order, self._logits.expand(len(order), 1)
+    def launch(self, decoding: Sequence[Generation], ready: Sequence[Generation], prefills: Sequence[Prefill]) -> Step:
+        """A token of each generation."""
+        order = [*decoding, *ready, *(p.generation for p in prefills if p.is_last)]
+        for generation in order:
+            generation.uniform()
+        results = torch.tensor([[7.0], [-1.0], [-1.0], [1.0]]).expand(-1, len(order))
+        return Step(order, [Sample(results, len(order))], [self._logits for p in prefills if p.is_last])
 
 
 async def _measure_bookkeeping(model: Any, rng: np.random.Generator) -> Result:

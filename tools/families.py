@@ -44,6 +44,7 @@ from areal_actors.training.config import (
     TrainerConfig,
 )
 from areal_actors.training.memory import plan_trainer
+from areal_actors.training.model_checks import require_supported
 from areal_actors.training.phases import sft_phase, supervised_group
 from areal_actors.training.trainer import PolicyTrainer
 from areal_actors.training.weights import export_model
@@ -72,10 +73,23 @@ _EXPERTS |= {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expe
 _STATES = dict.fromkeys(("linear_num_value_heads", "mamba_num_heads", "mamba_n_heads"), 4)
 _STATES |= dict.fromkeys(("mamba_head_dim", "mamba_d_head", "ssm_state_size", "mamba_d_state", "state_size"), 16)
 _STATES |= {"linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "mamba_d_ssm": 64}
-_STATES |= {"n_groups": 1, "mamba_n_groups": 1}
+_STATES |= {"n_groups": 1, "mamba_n_groups": 1, "linear_head_dim": 8, "linear_num_heads": 4}
 _PERIODS = {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1}
 _OTHERS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "sliding_window": 16, "initializer_range": 0.2}
 _OTHERS |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY}
+_OWN: Mapping[str, Mapping[str, Any]] = {
+    # Each of these has a layer with attention beside one with a state.
+    "bailing_hybrid": {"num_key_value_heads": 4},
+    "bamba": {"attn_layer_indices": [1]},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "kimi_linear": {"num_key_value_heads": 4},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "mamba2": {"num_heads": 4, "head_dim": 16},
+    "zaya": {"num_experts_per_tok": 1},
+    "xlnet": {"d_head": 8},
+}
+"""Settings that only these types have, or take no other value of."""
 _SMALL = _WIDTHS | _COUNTS | _HEADS | _EXPERTS | _STATES | _PERIODS | _OTHERS
 _LEFT_OUT = (
     (),
@@ -97,7 +111,11 @@ _ROTATIONS: Mapping[str, Mapping[str, Any]] = {
     "longrope": _LONG | {"short_factor": [1.0] * 4, "long_factor": [4.0, 6.0, 8.0, 10.0]},
     "partial": {"partial_rotary_factor": 0.5},
 }
-_NOT_OF_THE_MODEL = ("output_", "use_cache", "return_dict", "is_encoder_decoder", "is_decoder", "use_mamba_kernels")
+_NOT_OF_THE_MODEL = (
+    *("output_", "use_cache", "return_dict", "is_encoder_decoder", "is_decoder", "use_mamba_kernels"),
+    # It changes how weights begin, which transformers 5.23 repeats for weights of Mamba that it has loaded.
+    "rescale_prenorm_residual",
+)
 _ROWS = ((12, 28), (12, 6), (12, 1), (0, 19))
 """The tokens of each row that it shares with others, and its own; the first row exceeds windows and rotations."""
 _RATE = 1e3
@@ -149,6 +167,7 @@ def create_tiny_config(
     chosen = {name: size for name, size in _SMALL.items() if name in names - hidden - {*left_out}}
     if "layers" not in left_out:
         chosen |= _one_layer_of_each_kind(text)
+    chosen |= _OWN.get(text.model_type, {})
     chosen |= {name: value for name, value in (changes or {}).items() if name != "rope_parameters"}
     if changes and "rope_parameters" in changes:
         chosen["rope_parameters"] = _rotation(type(text)(**chosen).rope_parameters, changes["rope_parameters"])
@@ -323,7 +342,10 @@ def publish(trial: Trial) -> str:
     """Write the weights as a run does, and load them with transformers."""
     with tempfile.TemporaryDirectory() as directory:
         export_model(trial.model, Path(directory, "weights"))
-        return trial.judge(Results.plain(load_policy(Path(directory, "weights")), trial.rows))
+        loaded = load_policy(Path(directory, "weights"))
+    # As a run checks what it loads: transformers leaves some tensors of TrOCR without values.
+    require_supported(loaded, [_config(Layout.FLAT)], max_length=trial.max_length)
+    return trial.judge(Results.plain(loaded, trial.rows))
 
 
 def adapt(trial: Trial) -> None:
@@ -433,12 +455,10 @@ def _summarise(results: Sequence[str]) -> str:
 
 
 def _without_names(sentence: str) -> str:
-    """Return a sentence without the names of classes and numbers, which differ by family."""
-    return re.sub(
-        r"[\d.]+e-\d+|0\.\d+",
-        "…",
-        re.sub(r"\b[A-Z]\w*(ForCausalLM|LMHeadModel|Attention|Decoder)\b", "The model", sentence),
-    )
+    """Return the first line of a sentence without names of classes, directories and numbers, which differ by family."""
+    line = sentence.split("\n", maxsplit=1)[0]
+    line = re.sub(r"\b\w*(ForCausalLM|LMHeadModel|Attention|Decoder|ForConditionalGeneration)\b", "The model", line)
+    return re.sub(r"(differ by|model in) \S+", r"\1 …", re.sub(r"<class '[^']*'>", "…", line))
 
 
 def main(arguments: Sequence[str]) -> int:

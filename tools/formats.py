@@ -297,7 +297,7 @@ def check_extension(checks: Checks, renderer: Renderer, vendor: Vendor) -> None:
             except ArealError:
                 checks.total["not written by the template"] += 1
                 continue
-            tail = renderer.extend(history=history, new=new, is_closed=True, **given)
+            tail = renderer.extend(history=history, new=new, end=int(answer[-1]), **given)
             if isinstance(tail, ForkReason):
                 checks.total["rendered again"] += 1
                 continue

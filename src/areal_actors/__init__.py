@@ -71,7 +71,7 @@ __all__ = [
     "train",
 ]
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "areal_actors.cache.rewards": ("RewardTree", "backpropagate"),

@@ -58,14 +58,14 @@ class ToyRenderer:
         *,
         history: Sequence[ChatMessage],
         new: Sequence[ChatMessage],
-        is_closed: bool,
+        end: int | None,
         tools: Sequence[Tool],
         template_kwargs: Mapping[str, Any],
     ) -> Ints | ForkReason:
         """The rest of the prompt."""
         if self.rewrites:
             return ForkReason.TEMPLATE_REWROTE_HISTORY
-        ids = [] if is_closed else [STOP]
+        ids = [STOP] if end is None else []
         for message in new:
             ids += self.text(message)
         return as_ints([*ids, *map(ord, "<assistant>")])

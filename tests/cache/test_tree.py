@@ -168,7 +168,7 @@ class _Digits:
     def render(self, messages: Any, *, tools: Any, template_kwargs: Any) -> Any:
         return as_ints([len(message.content or "") + 1 for message in messages])
 
-    def extend(self, *, history: Any, new: Any, is_closed: bool, tools: Any, template_kwargs: Any) -> Any:
+    def extend(self, *, history: Any, new: Any, end: Any, tools: Any, template_kwargs: Any) -> Any:
         return self.render(new, tools=tools, template_kwargs=template_kwargs)
 
 

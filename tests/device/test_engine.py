@@ -43,9 +43,13 @@ def config(device: str, dtype: str, **settings: Any) -> TorchEngineConfig:
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_log_probabilities_are_those_of_the_model(device: str, family: str, dtype: str):
-    """Prompts of many lengths in one batch, more of them than slots, against a plain forward pass in float32."""
+def test_log_probabilities_are_those_of_the_model(device: str, family: str, dtype: str, caplog: Any):
+    """Prompts of many lengths in one batch, more of them than slots, against a plain forward pass in float32.
+
+    The engine must not warn that it takes a slower path.
+    """
     model = create_model(device, family=family)
+    caplog.set_level("WARNING", logger="areal_actors")
 
     async def sample() -> dict[int, Any]:
         found: dict[int, Any] = {}
@@ -59,6 +63,7 @@ def test_log_probabilities_are_those_of_the_model(device: str, family: str, dtyp
         for row, prompt in enumerate(prompts(24))
     ]
     assert all(len(gap) == 40 for gap in gaps)
+    assert [] == [record.getMessage() for record in caplog.records]
     assert np.concatenate(gaps).mean() < TOLERANCES[dtype] / 5
     assert np.concatenate(gaps).max() < TOLERANCES[dtype]
 
@@ -73,6 +78,7 @@ def test_samples_follow_the_probabilities(device: str):
 
     async def draw() -> list[dict[int, Any]]:
         found: list[dict[int, Any]] = [{} for _ in SETTINGS]
+        # One engine for all: its kernels are compiled once.
         async with TorchEngine.open(config(device, "float32", max_concurrent=256), model=model) as engine:
             for sampling, own in zip(SETTINGS, found, strict=True):
                 await generate_all(engine, [prompt] * 4096, sampling=sampling, found=own)
@@ -132,7 +138,7 @@ def test_a_generation_depends_on_no_other(device: str):
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_loaded_weights_are_used_at_once(device: str, dtype: str):
-    """What was cached under the old weights is not used, also not for prompts seen before."""
+    """Whatever was captured or cached under the old weights is not replayed, also not for prompts seen before."""
     old, new = create_model(device), create_model(device, seed=1)
 
     async def sample() -> dict[int, Any]:

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 from tests.generation.tiny_models import create_llama, create_model
+from tests.generation.torch_operations import create_graph_runner
 
 from areal_actors.domain import Snapshot, as_floats
 from areal_actors.generation.torch import TorchEngine, TorchEngineConfig
+from areal_actors.generation.torch.graphs import create_runner
 from areal_actors.models.built_in import create_tiny_tokenizer
 from areal_actors.testing.engines import EchoEngine
 from areal_actors_testing.engine_contract import ENGINE_CHECKS, Check, Subject
@@ -29,7 +31,7 @@ async def open_echo() -> AsyncIterator[Subject]:
 
 
 @asynccontextmanager
-async def open_torch(model, **settings) -> AsyncIterator[Subject]:
+async def open_torch(model, create_runner=create_runner, **settings) -> AsyncIterator[Subject]:
     """The embedded engine, with the model's own log-probabilities to compare with."""
 
     def recompute(prompt, output):
@@ -39,7 +41,7 @@ async def open_torch(model, **settings) -> AsyncIterator[Subject]:
         return as_floats(logprobs.gather(1, ids[len(prompt) :, None])[:, 0])
 
     config = TorchEngineConfig(dtype="float32", max_concurrent=4, prefill_chunk=16, **settings)
-    async with TorchEngine.open(config, model=model) as engine:
+    async with TorchEngine.open(config, model=model, create_runner=create_runner) as engine:
         yield Subject(
             engine=engine,
             create_snapshot=lambda version: Snapshot(version=version, state=model.state_dict()),
@@ -49,11 +51,13 @@ async def open_torch(model, **settings) -> AsyncIterator[Subject]:
 
 
 @asynccontextmanager
-async def open_with_grammars(model) -> AsyncIterator[Subject]:
+async def open_with_grammars(create_runner=create_runner) -> AsyncIterator[Subject]:
     """The embedded engine with a tokenizer, which is smaller than the model's vocabulary."""
-    tokenizer = create_tiny_tokenizer()
+    model, tokenizer = create_llama(vocab_size=400), create_tiny_tokenizer()
     config = TorchEngineConfig(dtype="float32", max_concurrent=4, prefill_chunk=16)
-    async with TorchEngine.open(config, model=model, tokenizer=tokenizer.backend_tokenizer) as engine:
+    async with TorchEngine.open(
+        config, model=model, tokenizer=tokenizer.backend_tokenizer, create_runner=create_runner
+    ) as engine:
         yield Subject(
             engine=engine,
             create_snapshot=lambda version: Snapshot(version=version, state=model.state_dict()),
@@ -63,7 +67,6 @@ async def open_with_grammars(model) -> AsyncIterator[Subject]:
         )
 
 
-# Both paths: the lean one computes Llama and Qwen2, the modules of the model all others.
 ENGINES: dict[str, Callable[[], AbstractAsyncContextManager[Subject]]] = {
     "echo": open_echo,
     "llama": lambda: open_torch(create_llama()),
@@ -71,10 +74,12 @@ ENGINES: dict[str, Callable[[], AbstractAsyncContextManager[Subject]]] = {
     "gemma3": lambda: open_torch(create_model("gemma3_text")),
     "qwen3_5": lambda: open_torch(create_model("qwen3_5_text")),
     "deepseek_v4": lambda: open_torch(create_model("deepseek_v4")),
-    "grammars": lambda: open_with_grammars(create_llama(vocab_size=400)),
-    "grammars-gemma3": lambda: open_with_grammars(create_model("gemma3_text", vocab_size=400)),
+    "grammars": open_with_grammars,
     "deterministic": lambda: open_torch(create_llama(), deterministic=True),
     "deterministic-qwen3_5": lambda: open_torch(create_model("qwen3_5_text"), deterministic=True),
+    "graphs": lambda: open_torch(create_llama(), create_graph_runner),
+    "graphs-qwen2": lambda: open_torch(create_model("qwen2"), create_graph_runner),
+    "graphs-grammars": lambda: open_with_grammars(create_graph_runner),
 }
 
 

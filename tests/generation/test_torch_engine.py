@@ -21,7 +21,7 @@ from areal_actors.errors import EngineError, InvalidRequest, ModelError
 from areal_actors.generation.torch import TorchEngine, TorchEngineConfig, worker
 from areal_actors.generation.torch.forward import LlamaForward, create_forward
 from areal_actors.generation.torch.rows import CachedModel
-from areal_actors.generation.torch.runners import SlotRunner
+from areal_actors.generation.torch.worker import StepRunner
 from areal_actors_testing.engine_contract import collect, join_ids
 
 pytestmark = pytest.mark.anyio
@@ -198,7 +198,7 @@ async def test_failed_thread_fails_all_requests(llama, create_request, monkeypat
     async with TorchEngine.open(CONFIG, model=llama) as engine:
         async with engine.generate(create_request(0, PROMPT, max_new_tokens=100)) as chunks:
             await anext(aiter(chunks))
-            monkeypatch.setattr(SlotRunner, "compute", explode)
+            monkeypatch.setattr(StepRunner, "launch", explode)
             with pytest.raises(EngineError, match="no memory for keys"):
                 async for _ in chunks:
                     pass
@@ -246,7 +246,7 @@ async def test_step_that_hangs_fails_all_requests(llama, create_request, hang):
         async with TorchEngine.open(config, model=llama) as engine:
             async with engine.generate(create_request(0, PROMPT, max_new_tokens=100)) as chunks:
                 await anext(aiter(chunks))
-                hang(SlotRunner, "compute")
+                hang(StepRunner, "launch")
                 with pytest.raises(EngineError, match=r"hangs in wait \(.*more than 0.2 s.*step_timeout_seconds"):
                     async for _ in chunks:
                         pass
@@ -271,13 +271,13 @@ async def test_load_that_hangs_fails(llama, hang):
 @pytest.mark.parametrize("limit", [0.5, None])
 async def test_many_short_steps_do_not_count_as_a_hang(llama, create_request, monkeypatch, limit):
     """Each step has the time limit for itself."""
-    original = SlotRunner.compute
+    original = StepRunner.launch
 
-    def compute_slowly(*args):
+    def launch_slowly(*args):
         time.sleep(0.02)
         return original(*args)
 
-    monkeypatch.setattr(SlotRunner, "compute", compute_slowly)
+    monkeypatch.setattr(StepRunner, "launch", launch_slowly)
     began = time.monotonic()
     async with TorchEngine.open(evolve(CONFIG, step_timeout_seconds=limit), model=llama) as engine:
         chunks = await collect(engine, create_request(0, PROMPT, max_new_tokens=30))

@@ -31,8 +31,10 @@ arguments = st.dictionaries(st.sampled_from(["a", "b"]), st.integers(0, 99) | pl
 @cache
 def renderer_of(name: str) -> Renderer:
     """The renderer of one of the templates, made once."""
-    source = getattr(templates, name)
-    return create_renderer(create_tiny_tokenizer(template=source, more_special=templates.MORE_SPECIAL))
+    tokenizer = create_tiny_tokenizer(template=getattr(templates, name), more_special=templates.MORE_SPECIAL)
+    if name == "GLM":
+        tokenizer.eos_token = "<|user|>"
+    return create_renderer(tokenizer)
 
 
 def say(role: str, content: str | None = None, **more: object) -> ChatMessage:

@@ -22,12 +22,14 @@ SYSTEM, QUESTION, ANSWER = say("system", "be brief"), say("user", "question"), s
 ACT = say("assistant", tool_calls=(CALL,))
 
 
-def extend(name, history, *new, is_closed=True, **more):
-    """The suffix, briefly."""
-    return renderer_of(name).extend(history=history, new=new, is_closed=is_closed, **more)
+def extend(source, history, *new, is_cut=False, **more):
+    """The suffix of a renderer, or of a template by its name, after an answer with the usual end."""
+    renderer = renderer_of(source) if isinstance(source, str) else source
+    end = None if is_cut else renderer.stop_token_ids[0]
+    return renderer.extend(history=history, new=new, end=end, **more)
 
 
-@pytest.mark.parametrize("name", ["CHATML", "SMOLLM", "QWEN", "GEMMA", "PHI", "LLAMA"])
+@pytest.mark.parametrize("name", ["CHATML", "SMOLLM", "QWEN", "GEMMA", "GLM", "PHI", "LLAMA"])
 @given(data=st.data())
 def test_extension_equals_rendering_anew(name, data):
     """Turn for turn, parent ids + sampled ids + suffix are the ids of the whole, where samples are canonical."""
@@ -43,7 +45,7 @@ def test_extension_equals_rendering_anew(name, data):
         assume(renderer.vocabulary.encode(text + body) == [*ids, *sampled[:-1]])
         answer = renderer.parse(sampled, tools=tools)
         new = data.draw(follow_ups(answer))
-        suffix = renderer.extend(history=[*messages, answer], new=new, is_closed=True, tools=tools)
+        suffix = extend(renderer, [*messages, answer], *new, tools=tools)
         messages += [answer, *new]
         anew = renderer.render(messages, tools=tools)
         ids = anew if isinstance(suffix, ForkReason) else np.concatenate([ids, sampled, suffix])
@@ -70,6 +72,7 @@ def test_extension_equals_rendering_anew(name, data):
         ("GEMMA", [QUESTION, ACT], [RESULT]),
         ("GEMMA", [QUESTION, ACT], [RESULT, QUESTION]),
         ("GEMMA", [QUESTION, ANSWER], [SYSTEM, QUESTION]),
+        ("GLM", [SYSTEM, QUESTION, ANSWER], [QUESTION]),
         ("PHI", [SYSTEM, QUESTION, ANSWER], [QUESTION]),
         ("CHATML", [QUESTION, say("assistant", "<think>hm</think>a")], [QUESTION]),
         ("CHATML", [QUESTION, say("assistant", "")], [QUESTION]),
@@ -88,7 +91,9 @@ def test_faithful_shapes_are_extended(name, history, new):
         ("QWEN", [QUESTION, say("assistant", "a", reasoning="")], [QUESTION]),
         ("QWEN", [QUESTION, ANSWER], []),
         ("QWEN_THINKING", [QUESTION, ANSWER], [QUESTION]),
-        ("GLM", [QUESTION, ANSWER], [QUESTION]),
+        ("GLM", [QUESTION, ANSWER], [SYSTEM, QUESTION]),
+        ("GLM", [QUESTION, ACT], [say("system", ""), QUESTION]),
+        ("GLM", [QUESTION, ANSWER], []),
         ("BARE", [QUESTION, ANSWER], [QUESTION]),
         ("CHATML", [QUESTION, say("assistant", "a", reasoning="hm")], [QUESTION]),
     ],
@@ -116,7 +121,7 @@ def test_template_options_are_part_of_the_question():
 def test_turn_cut_by_length_is_closed_by_the_suffix():
     """Sampled ids without a stop token are followed by the end of turn; with one they are not."""
     renderer = renderer_of("CHATML")
-    cut = extend("CHATML", [QUESTION, ANSWER], QUESTION, is_closed=False)
+    cut = extend("CHATML", [QUESTION, ANSWER], QUESTION, is_cut=True)
     closed = extend("CHATML", [QUESTION, ANSWER], QUESTION)
 
     assert "<|im_end|>\n<|im_start|>user\nquestion<|im_end|>\n<|im_start|>assistant\n" == renderer.decode(cut)
@@ -129,7 +134,7 @@ def test_end_of_turn_that_swallows_a_line_break_keeps_doing_so():
     tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken("<|end|>", rstrip=True)]})
     renderer = create_renderer(tokenizer)
     prompt, sampled = renderer.render([QUESTION]), sample(renderer, "answer")
-    suffix = renderer.extend(history=[QUESTION, ANSWER], new=[QUESTION], is_closed=True)
+    suffix = extend(renderer, [QUESTION, ANSWER], QUESTION)
 
     assert renderer.render([QUESTION, ANSWER, QUESTION]).tolist() == [*prompt, *sampled, *suffix]
 
@@ -159,10 +164,8 @@ def test_extension_with_a_refused_call_id_is_a_fork():
     odd = ToolCall(id="odd", name="multiply", arguments="{}")
     history = [QUESTION, say("assistant", tool_calls=(CALL,))]
 
-    assert not isinstance(renderer.extend(history=history, new=[RESULT], is_closed=True), ForkReason)
-    assert FORK == renderer.extend(
-        history=[QUESTION, say("assistant", tool_calls=(odd,))], new=[RESULT], is_closed=True
-    )
+    assert not isinstance(extend(renderer, history, RESULT), ForkReason)
+    assert FORK == extend(renderer, [QUESTION, say("assistant", tool_calls=(odd,))], RESULT)
 
 
 def create(source, *more_special):
@@ -176,16 +179,16 @@ def test_calls_that_are_not_closed_cannot_be_extended():
     renderer = create("{% for m in messages %}{{ " + message + " }}{% endfor %}{{ '<|im_start|>assistant\n' }}")
 
     assert renderer.formatter.adaptation.format is not None  # for the tools; the calls are the template's own
-    assert FORK == renderer.extend(history=[QUESTION, ACT], new=[RESULT], is_closed=True)
-    assert FORK == renderer.extend(history=[QUESTION, ACT], new=[], is_closed=True)
+    assert FORK == extend(renderer, [QUESTION, ACT], RESULT)
+    assert FORK == extend(renderer, [QUESTION, ACT])
 
 
 def test_end_of_turn_that_melts_into_another_token_is_a_fork():
     """The suffix could not be cut behind the end of turn then."""
     renderer = create(templates.PHI.replace("\\n", ""), "<|end|>", "<|user|>", "<|end|><|system|>")
 
-    assert not isinstance(renderer.extend(history=[QUESTION, ANSWER], new=[QUESTION], is_closed=True), ForkReason)
-    assert FORK == renderer.extend(history=[QUESTION, ANSWER], new=[SYSTEM], is_closed=True)
+    assert not isinstance(extend(renderer, [QUESTION, ANSWER], QUESTION), ForkReason)
+    assert FORK == extend(renderer, [QUESTION, ANSWER], SYSTEM)
 
 
 def test_template_that_refuses_long_conversations_is_not_extended():
@@ -193,7 +196,7 @@ def test_template_that_refuses_long_conversations_is_not_extended():
     refusal = "{%- if messages | length > 4 %}{{ raise_exception('too long') }}{% endif %}"
     renderer = create(refusal + templates.CHATML)
 
-    assert FORK == renderer.extend(history=[QUESTION, ANSWER], new=[QUESTION], is_closed=True)
+    assert FORK == extend(renderer, [QUESTION, ANSWER], QUESTION)
 
 
 def test_template_that_refuses_everything_can_be_loaded():
@@ -201,7 +204,7 @@ def test_template_that_refuses_everything_can_be_loaded():
     renderer = create("{# </think> #}{{ raise_exception('not today') }}")
 
     assert "a" == renderer.parse(sample(renderer, "a")).content
-    assert FORK == renderer.extend(history=[QUESTION, ANSWER], new=[QUESTION], is_closed=True)
+    assert FORK == extend(renderer, [QUESTION, ANSWER], QUESTION)
     with pytest.raises(RenderError, match="not today"):
         renderer.render([QUESTION])
 

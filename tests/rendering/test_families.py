@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.rendering.conversations import TOOL, follow_ups, say, texts
@@ -35,7 +36,8 @@ def text_of(name, *messages, tools=()):
 
 def extend(name, history, *new, tools=(TOOL,)):
     """The text of the suffix, or the reason of a fork."""
-    suffix = renderer_of(name).extend(history=history, new=new, is_closed=True, tools=tools)
+    end = FAMILIES[name].sample("", has_calls=bool(history[-1].tool_calls))[-1]
+    suffix = renderer_of(name).extend(history=history, new=new, end=end, tools=tools)
     return suffix if isinstance(suffix, ForkReason) else renderer_of(name).decode(suffix)
 
 
@@ -88,9 +90,12 @@ def test_suffix_equals_the_rendering_of_the_whole_conversation(name, data):
     messages = [*data.draw(st.sampled_from([[], [SYSTEM], [say("developer", "hi")]])), say("user", data.draw(texts))]
     for _ in range(3):
         prompt = renderer.formatter.format(messages, tools=tools, options={})
-        answer = renderer.parse(data.draw(answers(family)), tools=tools)
+        sampled = data.draw(answers(family))
+        answer = renderer.parse(sampled, tools=tools)
         history, new = [*messages, answer], data.draw(follow_ups(answer))
-        suffix = renderer.extend(history=history, new=new, is_closed=False, tools=tools)
+        suffix = renderer.extend(
+            history=history, new=new, end=data.draw(st.sampled_from([None, sampled[-1]])), tools=tools
+        )
         messages = [*history, *new]
         try:
             whole = renderer.formatter.format(messages, tools=tools, options={})
@@ -114,7 +119,7 @@ TURNS = {
 }
 FORKS = {
     "deepseek-r1": set(TURNS) - {"question after results"},  # drops what the prompt has opened
-    "glm-4.5": set(TURNS),  # a turn ends where the next begins
+    "glm-4.5": set(TURNS),  # every answer has a block of thinking
     "gpt-oss": {"question", "question after results", "two results"},  # another end token; one call only
     "mistral-v3": {"question", "question after results"},  # the tools move
     "deepseek-v3": {"another result"},  # results are closed only where an answer follows
@@ -147,11 +152,45 @@ def test_dropped_thoughts_are_forks(name):
     assert FORK == extend(name, [QUESTION, thinking()], QUESTION)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gpt-oss", "magistral"])
+@pytest.mark.parametrize("name", ["qwen3", "glm-4.5", "gpt-oss", "magistral"])
 def test_thoughts_of_a_tool_loop_are_kept(name):
     """Until the next question they stand where they were sampled."""
-    assert FORK != extend(name, [QUESTION, thinking(None, tool_calls=(CALL,))], RESULT)
-    assert FORK != extend(name, [QUESTION, thinking(None, tool_calls=(CALL,)), RESULT, ACT], RESULT)
+    act = thinking(None, tool_calls=(CALL,))
+
+    assert FORK != extend(name, [QUESTION, act], RESULT)
+    assert FORK != extend(name, [QUESTION, act, RESULT, act], RESULT)
+
+
+@pytest.mark.parametrize("turn", TURNS)
+def test_empty_block_of_thinking_is_extended(turn):
+    """A template that writes the block into every answer changes none that was sampled with it."""
+    (*history, answer), new = TURNS[turn]
+    history = [*history, evolve(answer, reasoning="")]
+    suffix = extend("glm-4.5", history, *new)
+
+    assert FORK != suffix
+    assert text_of("glm-4.5", *history, *new, tools=[TOOL]).endswith(suffix)
+
+
+@pytest.mark.parametrize(
+    ("name", "end", "is_fork"),
+    [
+        ("glm-4.5", "<|observation|>", False),
+        ("glm-4.5", "<|user|>", True),
+        ("gemma-4", "<|tool_response>", False),
+        ("gemma-4", "<turn|>", True),
+        ("llama-3.1", "<|eot_id|>", False),
+        ("llama-3.1", "<|eom_id|>", False),
+    ],
+)
+def test_answer_that_opened_another_turn_is_a_fork(name, end, is_fork):
+    """The sampled end must be the token that opens the next turn; an end of turn may be spelled otherwise."""
+    renderer = renderer_of(name)
+    ids = {text: token_id for token_id, text in renderer.vocabulary.special.items()}
+    act = evolve(ACT, reasoning="" if name == "glm-4.5" else None)
+    suffix = renderer.extend(history=[QUESTION, act], new=[RESULT], end=ids[end], tools=[TOOL])
+
+    assert is_fork == isinstance(suffix, ForkReason)
 
 
 def test_ids_of_calls_are_shortened_where_the_template_insists():

@@ -9,7 +9,7 @@ from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.rendering.conversations import TOOL, say
-from tests.rendering.test_extension import create
+from tests.rendering.test_extension import create, extend
 
 from areal_actors.domain import ForkReason, ToolCall
 from areal_actors.errors import RenderError
@@ -72,7 +72,7 @@ def test_suffix_has_the_texts_of_all_new_messages(name, history, calls, new):
     acts = tuple(ToolCall(id=call_id, name=TOOL.name, arguments='{"a": 1}') for call_id in ids)
     new = [*(say("tool", f"result {call_id}.", tool_call_id=call_id) for call_id in ids), *new]
     answer = say("assistant", None if calls else "answer", tool_calls=acts)
-    suffix = renderer.extend(history=[*history, answer], new=new, is_closed=True, tools=(TOOL,))
+    suffix = extend(renderer, [*history, answer], *new, is_cut=True, tools=(TOOL,))
     if not isinstance(suffix, ForkReason):
         text = renderer.decode(suffix)
 

@@ -14,7 +14,7 @@ from openai import AsyncOpenAI, OpenAIError
 from areal_actors.client import AgentSession, OpenAIProxyClient
 from areal_actors.errors import EngineError, ModelError, NotFound, RewardError
 from areal_actors.generation.torch.config import TorchEngineConfig
-from areal_actors.generation.torch.runners import SlotRunner
+from areal_actors.generation.torch.worker import StepRunner
 from areal_actors.journal import SqliteJournal
 from areal_actors.kernel import Actor, ActorSystem, Message
 from areal_actors.messages import CollectSession
@@ -116,7 +116,7 @@ async def test_actor_crash_is_one_error(*, is_started):
 async def test_hanging_engine_ends_service(monkeypatch):
     """Within the time limit of a step: the app sees the error, and its requests do not wait forever."""
     is_over = threading.Event()
-    monkeypatch.setattr(SlotRunner, "compute", lambda *_: is_over.wait())
+    monkeypatch.setattr(StepRunner, "launch", lambda *_: is_over.wait())
     config = evolve(CONFIG, engine=evolve(CONFIG.engine, step_timeout_seconds=0.2))
     try:
         with pytest.raises(EngineError, match=r"hangs in wait .*step_timeout_seconds"), anyio.fail_after(60):

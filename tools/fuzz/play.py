@@ -32,7 +32,7 @@ from areal_actors.direct.in_process import InlineRef
 from areal_actors.domain import Answer, Attempt, Credential, FinishReason, Interaction, InteractionStatus, SessionRecord
 from areal_actors.errors import ContextLengthExceeded, EngineError, RenderError, Unavailable
 from areal_actors.generation.actor import GenerationActor
-from areal_actors.lib.exact_json import dump_json
+from areal_actors.lib.exact_json import dump_json, parse_object
 from areal_actors.messages import (
     CollectSession,
     Complete,
@@ -42,7 +42,6 @@ from areal_actors.messages import (
     SetReward,
     StreamComplete,
 )
-from areal_actors.proxy.dialects.fields import parse_object
 from areal_actors.sessions.manager import SessionManager
 from areal_actors_testing.exactness import (
     Recorded,

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from areal_actors.generation.torch.runners import SlotRunner
+from areal_actors.generation.torch.worker import StepRunner
 from areal_actors.training.passes import Passes
 from areal_actors.worker import main
 
@@ -31,7 +31,7 @@ def hanging(function: Callable[..., Any]) -> Callable[..., Any]:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGUSR2, lambda *_: _is_hanging.set())
-    SlotRunner.compute = hanging(SlotRunner.compute)  # type: ignore[method-assign]
+    StepRunner.launch = hanging(StepRunner.launch)  # type: ignore[method-assign]
     Passes.accumulate = hanging(Passes.accumulate)  # type: ignore[method-assign]
     # In place of "-m areal_actors.worker".
     del sys.argv[1:]

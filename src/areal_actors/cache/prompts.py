@@ -55,13 +55,13 @@ class PromptRenderer(Protocol):
         *,
         history: tuple[ChatMessage, ...],
         new: tuple[ChatMessage, ...],
-        is_closed: bool,
+        end: int | None,
         tools: tuple[Tool, ...],
         template_kwargs: Mapping[str, Any],
     ) -> Ints | ForkReason:
         """Return the ids that follow the sampled ids of ``history``'s last message, or the reason why there are none.
 
-        ``is_closed`` says whether the sampled ids end with a stop id.
+        ``end`` is the last sampled id if it is a stop id; ``None`` if the answer was cut.
         """
         ...
 
@@ -121,15 +121,11 @@ def _plan_prompt(tree: ConversationTree, renderer: PromptRenderer, request: Comp
         return _rendered(tree, renderer, request, match, match.fork_hint)
     messages, completion = match.messages, base.completion
     # An answer that was cut off lacks the token that ends a turn, which the renderer must add.
-    is_closed = (
-        completion is not None
-        and len(completion.token_ids) > 0
-        and (int(completion.token_ids[-1]) in renderer.stop_token_ids)
-    )
+    last = int(completion.token_ids[-1]) if completion is not None and len(completion.token_ids) else None
     rendered = renderer.extend(
         history=tree.history(base),
         new=messages[len(messages) - match.num_beyond :],
-        is_closed=is_closed,
+        end=last if last in renderer.stop_token_ids else None,
         tools=request.tools,
         template_kwargs=request.template_kwargs,
     )

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from attrs import evolve
+from cattrs import Converter
 
 from areal_actors.config.documents import (
     ConfigPath,
@@ -174,12 +175,15 @@ def format_config(config: RunConfig) -> str:
     return format_yaml(plain(create_converter(Path()).unstructure(config, RunConfig)))
 
 
-def read_defaults(cls: type = RunConfig) -> dict[str, Any]:
-    """Return the settings of ``cls`` that have a default, as ``save_config`` would write them.
+def read_defaults() -> dict[str, Any]:
+    """Return the settings that have a default, as ``save_config`` would write them.
 
     A section that is absent by default has the defaults of its settings.
     """
-    converter = create_converter(Path())
+    return _read_defaults(RunConfig, create_converter(Path()))
+
+
+def _read_defaults(cls: type, converter: Converter) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, one in settings_of(cls).items():
         # A default that is computed from other settings is known for a whole configuration only.
@@ -187,7 +191,7 @@ def read_defaults(cls: type = RunConfig) -> dict[str, Any]:
             value = None if is_required(one) else default_of(one)
             sections = sections_of(one.type)
             if value is None and len(sections) == 1:
-                found[name] = read_defaults(sections[0])
+                found[name] = _read_defaults(sections[0], converter)
             elif not is_required(one):
                 found[name] = plain(converter.unstructure(value))
     return found

@@ -11,11 +11,13 @@
                                   <|im_start|>assistant  ─┘
 
 ``SuffixRenderer`` renders a stand-in conversation (a question, an answer that contains a mark, the new messages), and
-cuts it at the token that ends the marked answer. A template may depend on earlier messages: it may drop earlier
-reasoning when a new question comes, move the system prompt or the tools to the last question, or merge results into one
-turn. Therefore ``judge`` renders short synthetic conversations, once per *shape* of extension that occurs, both as a
-whole and as prompt + answer + tail, and compares them as text and as ids. If they differ, the template rewrites
-history, and such turns become branches.
+cuts it at the token that ends the marked answer. In some families (GLM) this is the token that opens the next turn, and
+the tail fits only if the model has sampled the same one.
+
+A template may depend on earlier messages: it may drop earlier reasoning when a new question comes, move the system
+prompt or the tools to the last question, or merge results into one turn. Therefore ``judge`` renders short synthetic
+conversations, once per *shape* of extension that occurs, both as a whole and as prompt + answer + tail, and compares
+them as text and as ids. If they differ, the template rewrites history, and such turns become branches.
 """
 
 from __future__ import annotations
@@ -76,6 +78,8 @@ class SuffixRenderer:
     formatter: PromptFormatter
     vocabulary: Vocabulary
     stop_token_ids: tuple[int, ...]
+    end_of_turn: int | None
+    """See ``find_end_of_turn``; any other stop id may open the next turn, and depend on its role."""
     _closing: re.Pattern[str] = field(
         init=False,
         default=Factory(lambda self: _find_closing_tokens(self.vocabulary, self.stop_token_ids), takes_self=True),
@@ -162,8 +166,13 @@ class SuffixRenderer:
             prompt = self.formatter.format(context, tools=case.tools, options=case.options)
         except RenderError:
             return None
+        given, alone = [*context, case.answer], ""
         try:
-            whole = self.formatter.format([*context, case.answer, *case.new], tools=case.tools, options=case.options)
+            whole = self.formatter.format([*given, *case.new], tools=case.tools, options=case.options)
+            if case.answer.tool_calls:
+                alone = self.formatter.format(
+                    given, tools=case.tools, options=case.options, has_generation_prompt=False
+                )
         except RenderError:
             return False
         if not whole.startswith(prompt):
@@ -175,7 +184,7 @@ class SuffixRenderer:
         # After a call's last argument its closing syntax is allowed, but no part of the new messages: a template that
         # does not close an answer with calls has its next end of turn only after the tool's result.
         rest = whole[end:closing]
-        is_clean = not any(mark in rest for mark in case.new_marks) if case.answer.tool_calls else not rest.strip()
+        is_clean = alone.rpartition(case.marks[-1])[2].startswith(rest) if alone else not rest.strip()
         encode = self.vocabulary.encode
         # Equal text is not enough: the tokenizer might merge characters across the cut.
         return is_clean and encode(whole) == encode(whole[:closing]) + encode(tail)
@@ -189,13 +198,13 @@ def _find_answer(whole: str, start: int, case: _Case) -> int | None:
         if at < 0:
             return None
         end = at + len(mark)
-    # The sampled text precedes the tail unchanged, so only additions and omissions of the template matter: only white
-    # space may precede content without reasoning, whereas a block must precede it if the reasoning was empty.
+    # The sampled text precedes the tail unchanged, so only additions and omissions of the template matter: no block may
+    # precede an answer without reasoning, whereas one must precede it if the reasoning was empty.
     if case.trait.reasoning in {Reasoning.PRESENT, Reasoning.TAGGED}:
         return end
-    if not case.trait.has_content:
-        return end if case.trait.reasoning is Reasoning.ABSENT else None
-    is_bare = not whole[start : whole.find(case.marks[0], start)].strip()
+    before = whole[start : whole.find(case.marks[0], start)] if case.marks else ""
+    # A call's syntax precedes its first argument, so that only the common end of a block can be told from it.
+    is_bare = not before.strip() if case.trait.has_content else "</think>" not in before
     return end if is_bare == (case.trait.reasoning is Reasoning.ABSENT) else None
 
 
@@ -229,7 +238,8 @@ def _find_closing_tokens(vocabulary: Vocabulary, stop_token_ids: tuple[int, ...]
     special = vocabulary.special
     # Longest first, because the alternatives of a regular expression are tried in order.
     texts = sorted((special[token] for token in stop_token_ids if token in special), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, texts)))
+    # Without any, the pattern matches nowhere.
+    return re.compile("|".join(map(re.escape, texts)) or "(?!)")
 
 
 def find_end_of_turn(formatter: PromptFormatter, vocabulary: Vocabulary, *, ends: AbstractSet[int]) -> int | None:

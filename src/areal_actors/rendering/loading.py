@@ -181,9 +181,9 @@ def create_renderer(
         stop_token_ids=stops,
         tool_format=tool_format,
         reasoning_format=reasoning_format,
-        suffixes=SuffixRenderer(formatter=formatter, vocabulary=vocabulary, stop_token_ids=stops)
-        if end_of_turn is not None or more_ends
-        else None,
+        suffixes=SuffixRenderer(
+            formatter=formatter, vocabulary=vocabulary, stop_token_ids=stops, end_of_turn=end_of_turn
+        ),
     )
 
 

@@ -52,8 +52,6 @@ class Renderer:
     Independent of any conversation, and fast enough to call in an event loop.
 
     ``stop_token_ids`` end an answer: the template's end of turn first, then the model's other end tokens.
-    ``suffixes`` is ``None`` for a template without an end of turn: then nothing can be extended, and every turn is
-    rendered as a whole.
     """
 
     vocabulary: Vocabulary
@@ -61,7 +59,7 @@ class Renderer:
     stop_token_ids: tuple[int, ...]
     tool_format: ToolFormat | None
     reasoning_format: ReasoningFormat | None
-    suffixes: SuffixRenderer | None
+    suffixes: SuffixRenderer
     _verdicts: dict[Shape, Verdict] = field(factory=dict, init=False)
     _openings: dict[str, bool] = field(factory=dict, init=False)
     _hidden: AbstractSet[int] = field(init=False)
@@ -224,7 +222,7 @@ class Renderer:
         *,
         history: Sequence[ChatMessage],
         new: Sequence[ChatMessage],
-        is_closed: bool,
+        end: int | None,
         tools: Sequence[Tool] = (),
         template_kwargs: Options | None = None,
     ) -> Ints | ForkReason:
@@ -237,8 +235,8 @@ class Renderer:
         Args:
             history: the parent's messages, followed by its answer.
             new: the messages after the answer.
-            is_closed: the sampled ids end with one of ``stop_token_ids``; otherwise the returned ids start by closing
-                the turn.
+            end: the last sampled id if it is one of ``stop_token_ids``; ``None`` after an answer that was cut, whose
+                turn the returned ids close.
             tools: the tools that are offered.
             template_kwargs: further variables of the template.
 
@@ -248,8 +246,6 @@ class Renderer:
         if not history or history[-1].role != "assistant":
             raise ValueError("history must end with the assistant's answer that the new messages follow")
         options = template_kwargs or _NO_OPTIONS
-        if self.suffixes is None:
-            return ForkReason.TEMPLATE_REWROTE_HISTORY
         shape = shape_of(history, new, tools=tools, options=options)
         verdict = self._verdicts.get(shape)
         if verdict is None:
@@ -266,8 +262,14 @@ class Renderer:
             tail = self.suffixes.render(history[-1], new, tools=needed, options=options)
         except RenderError:
             return ForkReason.TEMPLATE_REWROTE_HISTORY
-        # The tail begins with the end-of-turn token, which a closed answer contains already.
-        return as_ints(self.vocabulary.encode(tail)[1 if is_closed else 0 :])
+        closing, *ids = self.vocabulary.encode(tail)
+        if end is None:
+            return as_ints([closing, *ids])
+        # An end of turn may be sampled in another spelling (<|eom_id|> for <|eot_id|>). A token that opens the next
+        # turn may not: <|user|> announces a question, <|observation|> a tool's result.
+        if closing not in {end, self.suffixes.end_of_turn}:
+            return ForkReason.TEMPLATE_REWROTE_HISTORY
+        return as_ints(ids)
 
     def parse(
         self,

@@ -195,7 +195,7 @@ class WorkerSupervisor:
         self._num_incarnations[name] += 1
         incarnation = self._num_incarnations[name] * _INCARNATION_STRIDE
         await self._directory.ask(ExpectWorker(worker=name, incarnation=incarnation, spec=spec))
-        ended = WorkerExit(worker=name)
+        ended, words = WorkerExit(worker=name), None
         placed = worker_spec(name, role, controller=self._controller, num_tasks=num_tasks, incarnation=incarnation)
         async with self._scheduler.place(placed) as placement:
             try:

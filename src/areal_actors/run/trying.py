@@ -295,13 +295,13 @@ def _find_untrained(episodes: Sequence[Episode]) -> Iterator[str]:
             "or set proxy.honour_store to ignore it."
         )
     num_greedy = sum(info.sampling is not None and info.sampling.temperature == 0 for info in turns)
-    if num_greedy:
+    if (untrained := describe_untrained(episodes)) is not None:
+        yield untrained
+    elif num_greedy:
         yield (
             f"{num_greedy} of {len(turns)} answers were sampled at temperature 0, and such tokens are not trained: "
             "give requests a temperature, or set rollout.sampling.temperature: override."
         )
-    if (untrained := describe_untrained(episodes)) is not None:
-        yield untrained
 
 
 # -------------------------------------------------------------------------------------------------- for people

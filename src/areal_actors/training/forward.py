@@ -71,7 +71,7 @@ def run_decoder(model: Any, pack: Pack, *, mask: PackMask | None = None) -> Tens
             # Predictions at padding are not read, and no token attends to it.
             padding = padded_length(pack.input_ids.shape[1]) - pack.input_ids.shape[1]
     replay_experts(model, pack.routed_experts)
-    hidden = decoder_of(model)(
+    hidden: Tensor = decoder_of(model)(
         input_ids=to_device(np.pad(pack.input_ids, ((0, 0), (0, padding))), device),
         position_ids=to_device(np.pad(pack.position_ids, ((0, 0), (0, padding))), device),
         attention_mask=mask,

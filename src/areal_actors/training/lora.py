@@ -55,6 +55,8 @@ _PREFIX = "base_model.model."
 _SAMPLED = 16
 """Numbers of each weight that the fingerprint looks at."""
 _MAX_NAMED = 12
+_FUSED = frozenset({"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"})
+"""Model types whose fused kernels read the weight of ``out_proj`` themselves, so that peft refuses an adapter there."""
 
 
 @frozen(kw_only=True)
@@ -403,7 +405,9 @@ def find_adapted(model: PreTrainedModel, config: LoraConfig) -> dict[str, tuple[
         shapes = {
             name: shape
             for name, shape in shapes.items()
-            if min(shape) >= narrowest and type(model.get_submodule(name)) is torch.nn.Linear
+            if min(shape) >= narrowest
+            and type(model.get_submodule(name)) is torch.nn.Linear
+            and not (name.endswith(".out_proj") and model.config.model_type in _FUSED)
         }
         if not shapes and not config.target_parameters:
             raise ConfigError(

@@ -87,10 +87,11 @@ def require_plain_head(model: Any) -> None:
     name, decoder, head = type(model).__name__, decoder_of(model), model.get_output_embeddings()
     if not isinstance(head, torch.nn.Linear) or not list(decoder_layers(model)):
         raise ModelError(f"{name} has no linear output head over decoder layers; training it is not supported.")
-    input_ids = torch.tensor([[0, 1]], device=model.device)
+    # Some tokens, since routers of experts that rank them all (Doge) agree on two.
+    input_ids = torch.arange(16, device=model.device)[None] % model_shape(model.config).vocab_size
     hidden = decoder(input_ids=input_ids, use_cache=False).last_hidden_state
-    first = decoder(input_ids=input_ids[:, :1], use_cache=False).last_hidden_state
-    if not torch.allclose(hidden[:, :1], first, rtol=_TOLERANCE, atol=_TOLERANCE):
+    first = decoder(input_ids=input_ids[:, :8], use_cache=False).last_hidden_state
+    if not torch.allclose(hidden[:, :8], first, rtol=_TOLERANCE, atol=_TOLERANCE):
         raise ModelError(
             f"{name} attends to later tokens, so that it predicts none; set is_decoder in its configuration if it can "
             "be a decoder."

@@ -318,6 +318,7 @@ def _within_window(rule: Rule, depths: Tensor, bounds: Tensor) -> Rule:
 
 def _attend_by_block(mask: PackMask, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
     kind = query.device.type
+    output: Tensor
     with torch.autocast(kind, enabled=False):
         output, found = _compiled_attention(kind)(
             query,
@@ -331,7 +332,9 @@ def _attend_by_block(mask: PackMask, query: Tensor, key: Tensor, value: Tensor, 
             kernel_options=_KERNEL_OPTIONS,
             return_aux=AuxRequest(lse=scores.sinks is not None),
         )
-    return output if scores.sinks is None else (output * scores.share(found.lse)).to(output.dtype)
+    if scores.sinks is not None:
+        output = (output * scores.share(found.lse)).to(output.dtype)
+    return output
 
 
 def _bounded_score(cap: Tensor) -> Callable[..., Tensor]:
@@ -342,7 +345,7 @@ def _bounded_score(cap: Tensor) -> Callable[..., Tensor]:
 
 
 @cache
-def _compiled_attention(kind: str) -> Callable[..., Tensor]:
+def _compiled_attention(kind: str) -> Callable[..., tuple[Tensor, Any]]:
     """Return FlexAttention, compiled once for each process.
 
     On a CPU it is traced as on a GPU and then computes all scores: torch has no CPU kernel with a backward pass.

@@ -42,7 +42,7 @@ class Family:
     thought: str = ""
     """Format of reasoning, with ``{}`` for its text; empty if models do not reason."""
     is_thinking: bool = False
-    """Whether the prompt opens the reasoning, so that every answer closes it."""
+    """Whether every answer has the syntax of reasoning, even around no text."""
     content: str = "{}"
     """Format of the text of an answer."""
     content_before_calls: str = "{}\n"
@@ -199,6 +199,7 @@ _ALL = (
         tool_format="glm",
         reasoning_format="think",
         thought="\n<think>{}</think>\n",
+        is_thinking=True,
     ),
 )
 

@@ -2,15 +2,17 @@
 
 ::
 
-    engine.py      the async interface             worker.py     the thread that owns the model, and samples
-    scheduler.py   generations, slots and queues   runners.py    logits of a step, by one of two paths
-    forward.py     the choice between them         constraint.py sampling under a grammar
+    engine.py      the async interface             worker.py     the thread that owns the model, and computes steps
+    scheduler.py   generations, slots and queues   attention.py  attention over slots, keys and values, shared prefixes
+    forward.py     models on flat batches          constraint.py sampling under a grammar
     sampler.py     from logits to ids              config.py     settings
 
-    The lean path: Llama, Mistral, Qwen2 and Qwen3 on CPUs
-    forward.py     the model on flat batches       attention.py  attention over slots, and shared prefixes
-    All other models, by their own modules
-    rows.py        rows of tokens in caches of transformers
+    Models that run by their own modules:
+    rows.py        rows in caches of transformers  runners.py    their steps
+
+    On GPUs, for Llama-like models:
+    graphs.py      recorded steps, one ahead       operations.py  what they need of a layer
+    kernels.py     these operations in Triton
 """
 
 from __future__ import annotations

@@ -69,11 +69,16 @@ class DecodeLayout:
 
 @define(eq=False)
 class StepAttention:
-    """Writes this step's keys and values, and attends. One per step; ``attend`` is called once per layer, in order."""
+    """Writes this step's keys and values, and attends. One per step; ``attend`` is called once per layer, in order.
+
+    ``is_padded`` reads the segments of single rows in one masked product, also where that reads much more than they
+    have: more memory traffic, but far fewer kernels, which suits GPUs.
+    """
 
     kv: KeyValues
     decode: DecodeLayout | None
     spans: Sequence[Span]
+    is_padded: bool = False
     _tail_mask: torch.Tensor | None = field(default=None, init=False)
     _division: tuple[Sequence[Segment], _RowSegments | None] | None = field(default=None, init=False)
 
@@ -125,7 +130,7 @@ class StepAttention:
         # The last level has the segments that are computed together.
         join = _Join.create(queries, v, depth=2 + rows.plan.depth)
         if self._division is None:
-            self._division = _divide(rows, queries.device)
+            self._division = _divide(rows, queries.device, is_padded=self.is_padded)
         segments, together = self._division
         for segment in segments:
             slot, at = rows.slots[segment.first], slice(segment.first * group, segment.last * group)
@@ -162,7 +167,9 @@ class StepAttention:
         _put_rows(join, 0, _Part(part.output[rows.tails], part.mass[rows.tails], part.peak[rows.tails]))
 
 
-def _divide(rows: DecodeLayout, device: torch.device) -> tuple[Sequence[Segment], _RowSegments | None]:
+def _divide(
+    rows: DecodeLayout, device: torch.device, *, is_padded: bool
+) -> tuple[Sequence[Segment], _RowSegments | None]:
     """Return the segments to compute one by one, and those of single rows if one product of all slots is faster.
 
     32 rows of 30 layers are some 10,000 operations by segments, whose calls take several times as long as their
@@ -171,10 +178,12 @@ def _divide(rows: DecodeLayout, device: torch.device) -> tuple[Sequence[Segment]
     segments = rows.plan.segments
     # A row has one at most: its last.
     single = [segment for segment in segments if segment.last - segment.first == 1]
-    if rows.is_alone or len(single) < MIN_BATCHED_ROWS:
+    if rows.is_alone or len(single) < (1 if is_padded else MIN_BATCHED_ROWS):
         return segments, None
     together = _RowSegments.create(single, [rows.slots[segment.first] for segment in single], device)
-    if together.is_hidden.numel() > MAX_UNUSED * sum(segment.stop - segment.start for segment in single):
+    if not is_padded and together.is_hidden.numel() > MAX_UNUSED * sum(
+        segment.stop - segment.start for segment in single
+    ):
         return segments, None
     return [segment for segment in segments if segment.last - segment.first > 1], together
 

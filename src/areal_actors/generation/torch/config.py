@@ -19,10 +19,10 @@ class TorchEngineConfig:
     ``dtype`` "auto" selects bfloat16 where the device multiplies it fast (CUDA; CPUs with AMX or AVX512-BF16), else
     float32, or the value of the environment variable ``AREAL_AUTO_DTYPE``. ``device`` "auto" selects CUDA if it is
     available. ``max_concurrent`` generations run at once, the rest wait; idle slots keep the keys and values of ended
-    generations as a prefix cache. ``max_length`` limits prompt plus output in tokens. ``num_threads`` sets torch's
-    threads in the engine (``None``: unchanged). ``deterministic``: the samples of a request depend only on its prompt,
-    key and weights, not on other requests. Slower: every step computes all ``max_concurrent`` slots, or each generation
-    by itself, and prefixes are shared between identical prompts only.
+    generations as a prefix cache. ``max_length`` limits prompt plus output in tokens. On a GPU, keys and values of both
+    limits together are allocated at once. ``num_threads`` sets torch's threads in the engine (``None``: unchanged).
+    ``deterministic``: the samples of a request depend only on its prompt, key and weights, not on other requests.
+    Slower: every step computes all ``max_concurrent`` slots, and prefixes are shared between identical prompts only.
     ``step_timeout_seconds``: a step or a load of weights that takes longer than this counts as hung, and the engine
     fails (``None``: it may take forever). The time to open the engine does not count.
     """

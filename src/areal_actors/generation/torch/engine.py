@@ -29,10 +29,10 @@ from areal_actors.generation.base import Decode, find_stop_ids, validate_request
 from areal_actors.generation.torch.config import TorchEngineConfig
 from areal_actors.generation.torch.constraint import GrammarCompiler
 from areal_actors.generation.torch.forward import Forward, LlamaForward, LlamaShape, create_forward
+from areal_actors.generation.torch.graphs import create_runner
 from areal_actors.generation.torch.known_models import find_shape, keep_shape, open_known
-from areal_actors.generation.torch.runners import CreateRunner, create_runner
 from areal_actors.generation.torch.scheduler import Generation
-from areal_actors.generation.torch.worker import Reply, Report, Worker
+from areal_actors.generation.torch.worker import CreateRunner, Reply, Report, Worker
 from areal_actors.lib.precision import choose_dtype
 from areal_actors.lib.telemetry import quiet_transformers
 from areal_actors.lib.threads import NUM_CHECKS, describe_place
@@ -85,10 +85,10 @@ class TorchEngine:
         A model is copied, so that the caller can continue to train it. ``decode`` turns ids into text and is only
         needed for stop strings; a tokenizer's ``decode`` can be used. ``tokenizer`` (``tokenizers.Tokenizer``) is the
         model's and is only needed for grammars. ``version`` is that of the model's weights.
-        ``create_runner`` chooses what computes the steps.
+        ``create_runner`` chooses what computes the steps; the default knows the fastest way for model and device.
 
         Raises:
-            ConfigError: the device is not available, or log-probabilities would depend on other rows.
+            ConfigError: the device is not available, or keys and values of all slots do not fit into its memory.
             ModelError: the model cannot be read, or cannot be run here.
         """
         config = config or TorchEngineConfig()
@@ -132,6 +132,7 @@ class TorchEngine:
             self._config,
             open_forward=open_forward,
             create_runner=create_runner,
+            context_length=self._info.context_length,
             report=report,
             opened=started,
             version=self._version,

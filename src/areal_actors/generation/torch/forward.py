@@ -1,7 +1,7 @@
 """The forms in which the engine runs a model: ``LlamaForward``, or ``CachedModel`` of ``rows``.
 
-``create_forward`` chooses. On CPUs, Llama, Mistral, Qwen2 and Qwen3 take ``LlamaForward``, the lean path, which
-computes them without the overhead of a module per operation; everything else takes ``CachedModel``. When an engine
+``create_forward`` chooses. Llama, Mistral, Qwen2 and Qwen3 take ``LlamaForward``, the lean path, which computes
+them without the overhead of a module per operation; everything else takes ``CachedModel``. When an engine
 opens, either is compared with a plain forward pass of the model, and a path that differs is not used: a wrong
 log-probability would corrupt training silently.
 
@@ -81,8 +81,8 @@ def _choose_path(model: Any, max_length: int | None) -> Callable[[Any], Forward]
     # Two short sequences; a generator of our own, so that the caller's random numbers do not change.
     ids = torch.randint(len(embedding), (2, PROBE_LENGTH), generator=torch.Generator().manual_seed(0)).to(device)
     probe = _Probe(ids, torch.log_softmax(model(input_ids=ids, use_cache=False).logits.float(), -1))
-    reason = f"the lean path computes {', '.join(sorted(_ARCHITECTURES))} with usual settings, on CPUs"
-    if device.type == "cpu" and LlamaForward.accepts(model):
+    reason = f"the lean path computes {', '.join(sorted(_ARCHITECTURES))} with usual settings"
+    if LlamaForward.accepts(model):
         deviation = _try_slots(LlamaForward.of(model), probe)
         if deviation <= TOLERANCE:
             _log.debug("lean_path_is_used", deviation=deviation, allowed=TOLERANCE)
@@ -130,10 +130,10 @@ def _try_slots(forward: LlamaForward, probe: _Probe) -> float:
     def compare(parts: Sequence[tuple[int, int, int]], decode: DecodeLayout | None) -> None:
         nonlocal worst
         ids = torch.cat([probe.ids[row, start:stop] for row, start, stop in parts])
-        positions = torch.cat([torch.arange(start, stop) for _, start, stop in parts])
+        positions = torch.cat([torch.arange(start, stop, device=probe.ids.device) for _, start, stop in parts])
         offsets = [sum(stop - start for _, start, stop in parts[:i]) for i in range(len(parts))]
         spans = [] if decode else [Span(*part, offset) for part, offset in zip(parts, offsets, strict=True)]
-        batch = FlatBatch(ids, positions, torch.arange(len(ids)))
+        batch = FlatBatch(ids, positions, torch.arange(len(ids), device=ids.device))
         worst = max(worst, probe.differ(forward.run(batch, StepAttention(kv, decode, spans)), parts))
 
     # Prefill row 0, prefill row 1 in two chunks, then decode both rows together.
@@ -141,14 +141,14 @@ def _try_slots(forward: LlamaForward, probe: _Probe) -> float:
     compare([(1, 2, half)], None)
     for at in range(half, length):
         layout = DecodeLayout(
-            plan=plan_alone([row[:half].numpy() for row in probe.ids]),
+            plan=plan_alone([row[:half].cpu().numpy() for row in probe.ids]),
             slots=(0, 1),
-            tails=torch.tensor([0, 1]),
+            tails=torch.tensor([0, 1], device=probe.ids.device),
             num_tails=2,
-            bases=torch.full((2,), half),
+            bases=torch.full((2,), half, device=probe.ids.device),
             num_rows=2,
             is_alone=False,
-            columns=torch.full((2,), at - half),
+            columns=torch.full((2,), at - half, device=probe.ids.device),
         )
         compare([(0, at, at + 1), (1, at, at + 1)], layout)
     return worst

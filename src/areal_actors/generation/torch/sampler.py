@@ -4,17 +4,20 @@ The order per row is: the grammar's mask, penalties and bias on the logits, temp
 inverse of the cumulative distribution at the row's own uniform number. Rows with neutral settings, which are nearly all
 in training, are neither sorted nor copied; the others go through the same steps together. Reported log-probabilities
 are those of the distribution that was sampled from; raw ones ignore settings and grammar.
+
+``start_sampling`` only launches the computation: an accelerator goes on with the next step while the results are on
+their way, in one copy (``Sample.read``). ``sample_neutral`` never waits for the device, so a CUDA graph can contain it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from attrs import frozen
+from attrs import define, field, frozen
 
 from areal_actors.domain import Ints, Sampling, TopLogprob
 
@@ -57,8 +60,60 @@ class Draw:
     is_finite: list[bool]
 
 
+@define(eq=False)
+class Sample:
+    """A sampled batch whose results may still be computed.
+
+    ``results`` float64 [4, B] are ids, log-probabilities, raw ones and whether they are finite (1 or 0): every id and
+    every float32 is exact in float64, so that one copy brings them all. The first ``num_rows`` columns count. ``tops``
+    are candidates of some rows.
+    """
+
+    results: torch.Tensor
+    num_rows: int
+    tops: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(factory=dict)
+    _host: torch.Tensor | None = None
+    _arrived: Callable[[], None] | None = None
+
+    @property
+    def ids(self) -> torch.Tensor:
+        """Return the sampled ids int64 [num_rows] on the device."""
+        return self.results[0, : self.num_rows].long()
+
+    def start_copy(self, landing: torch.Tensor | None = None) -> Sample:
+        """Begin to copy the results to the host, and return the same sample. The results may then be overwritten.
+
+        ``landing`` is memory of their shape that is not used before they are read; pinned, if they are on a GPU.
+        """
+        if landing is None:
+            landing = torch.empty(self.results.shape, dtype=self.results.dtype, pin_memory=self.results.is_cuda)
+        self._host = landing.copy_(self.results, non_blocking=True)
+        if self.results.is_cuda:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+            self._arrived = event.synchronize
+        return self
+
+    def read(self) -> Draw:
+        """Wait for the results."""
+        if self._arrived is not None:
+            self._arrived()
+        results = self.results if self._host is None else self._host
+        ids, logprobs, raw_logprobs, is_finite = results[:, : self.num_rows].tolist()
+        top: list[tuple[TopLogprob, ...]] = [()] * len(ids)
+        for row, (values, candidates) in self.tops.items():
+            pairs = zip(candidates.tolist(), values.tolist(), strict=True)
+            top[row] = tuple(TopLogprob(token_id=i, logprob=value) for i, value in pairs if value > float("-inf"))
+        return Draw([int(i) for i in ids], logprobs, raw_logprobs, top, [flag == 1 for flag in is_finite])
+
+
 def sample(logits: torch.Tensor, rows: Sequence[RowSampling]) -> Draw:
     """Sample one token per row of ``logits`` (float32 [B, V], not modified)."""
+    return start_sampling(logits, rows).read()
+
+
+def start_sampling(logits: torch.Tensor, rows: Sequence[RowSampling]) -> Sample:
+    """Launch what ``sample`` computes. ``logits`` may be overwritten afterwards."""
     device = logits.device
     numbers = np.array([[row.uniform for row in rows], [row.sampling.temperature == 0 for row in rows]])
     uniforms, is_greedy = to_device(numbers, device)
@@ -75,20 +130,24 @@ def sample(logits: torch.Tensor, rows: Sequence[RowSampling]) -> Draw:
     if logprobs is not None:
         # Set above, where ``logprobs`` was.
         taken[at] = logprobs.gather(1, shaped_picked).double()  # pyright: ignore[reportPossiblyUnboundVariable]
-    top: list[tuple[TopLogprob, ...]] = [()] * len(rows)
+    tops = {}
     for i, row in enumerate(rows):
         if number := row.sampling.top_logprobs:
             whole = logits[i] - norms[i] if logprobs is None or row.is_neutral else logprobs[shaped.index(i)]
-            values, ids = torch.topk(whole.float(), number)
-            pairs = zip(ids.tolist(), values.tolist(), strict=True)
-            top[i] = tuple(TopLogprob(token_id=i, logprob=value) for i, value in pairs if value > float("-inf"))
-    is_finite = torch.isfinite(norms) & torch.isfinite(taken)
-    # Float32 is what consumers store. Rounding may make log-probabilities slightly positive.
-    taken, raw = (x.float().double().clamp(max=0.0) for x in (taken, raw))
-    # Every id and every float32 is exact in float64, so that one copy brings them all from a GPU.
-    packed = torch.cat((picked.double(), taken, raw, is_finite.double()), dim=1).t().tolist()
-    token_ids, sampled_logprobs, raw_logprobs, flags = packed
-    return Draw([int(i) for i in token_ids], sampled_logprobs, raw_logprobs, top, [flag == 1 for flag in flags])
+            tops[i] = torch.topk(whole.float(), number)
+    return Sample(
+        _pack(picked, taken, raw, norms), len(rows), {i: (top.values, top.indices) for i, top in tops.items()}
+    )
+
+
+def sample_neutral(logits: torch.Tensor, uniforms: torch.Tensor, is_greedy: torch.Tensor) -> torch.Tensor:
+    """Return ``Sample.results`` of rows with neutral settings, without waiting for the device.
+
+    The arguments are float32 [B, V], float64 [B] and bool [B].
+    """
+    picked, norms = _pick(logits, uniforms, is_greedy)
+    raw = logits.gather(1, picked).double() - norms
+    return _pack(picked, raw, raw, norms)
 
 
 def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
@@ -111,6 +170,13 @@ def has_penalties(sampling: Sampling) -> bool:
 
 def _is_truncated(sampling: Sampling) -> bool:
     return bool(sampling.temperature) and (sampling.top_p < 1.0 or sampling.top_k > 0 or sampling.min_p > 0.0)
+
+
+def _pack(picked: torch.Tensor, taken: torch.Tensor, raw: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
+    is_finite = torch.isfinite(norms) & torch.isfinite(taken)
+    # Float32 is what consumers store. Rounding may make log-probabilities slightly positive.
+    taken, raw = (x.float().double().clamp(max=0.0) for x in (taken, raw))
+    return torch.cat((picked.double(), taken, raw, is_finite.double()), dim=1).t().contiguous()
 
 
 def _pick(logits: torch.Tensor, uniforms: torch.Tensor, is_greedy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

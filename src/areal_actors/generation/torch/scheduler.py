@@ -21,6 +21,7 @@ from attrs import define, field, frozen
 from areal_actors.domain import EngineRequest, Experts, FinishReason, Ints, SampleKey, Sampling, TopLogprob
 from areal_actors.generation.base import Decode, StopScanner, find_stop_ids
 from areal_actors.generation.torch.attention import common_prefix
+from areal_actors.generation.torch.sampler import has_penalties, is_neutral
 
 if TYPE_CHECKING:
     import torch
@@ -94,7 +95,9 @@ class Generation:
 
     ``tokens`` int32 has room for prompt and output; the first ``length`` are known. The keys and values of ``base``
     tokens are in the slot's main part, or will be once prefill has reached them; those of tokens sampled later are in
-    its tail row, or in a batch.
+    its tail row. ``ahead`` tokens have been sampled that the host has not seen. ``is_plain``: tokens are sampled
+    from the plain softmax, and no alternatives are wanted. ``needs_output``: the distribution of the next token depends
+    on the last one through more than the model.
     """
 
     request: EngineRequest
@@ -105,9 +108,12 @@ class Generation:
     uniform: Callable[[], float]
     scanner: StopScanner | None
     constraint: Constraint | None = None
+    is_plain: bool = False
+    needs_output: bool = False
     slot: Slot | None = None
     tail_row: int = -1
     base: int = 0
+    ahead: int = 0
     num_cached: int | None = None
     finish: FinishReason | None = None
     outbox: Tokens = field(factory=Tokens)
@@ -137,6 +143,8 @@ class Generation:
             uniform=create_uniforms(request.key),
             scanner=StopScanner(stop, decode, earlier.tolist()) if stop and decode is not None else None,
             constraint=constraint,
+            is_plain=constraint is None and is_neutral(request.sampling) and not request.sampling.top_logprobs,
+            needs_output=constraint is not None or has_penalties(request.sampling),
             experts=ExpertLog(limit),
         )
 

@@ -1,30 +1,44 @@
 """The engine's thread and its steps: it owns the model, keys and values and every generation.
 
-Each turn of its loop takes the commands that arrived, admits what fits, computes one step (decoding rows and a bounded
-part of prompts), and reports everything to the event loop in one call. It never waits for a consumer.
-If it fails, ``report`` receives the reason once, and every waiting task gets an error. A ``Runner`` computes the
-logits of the steps.
+Each turn of its loop takes the commands that arrived, admits what fits, launches one step (decoding rows and a bounded
+part of prompts), and reports everything to the event loop in one call. It never waits for a consumer. On a GPU, the
+results of a step are read after the next one has been launched, so the device computes while tokens are delivered.
+If it fails, ``report`` receives the reason once, and every waiting task gets an error.
+
+A ``Runner`` computes the steps. ``StepRunner`` does it for the lean path; ``runners`` has the one of all other models,
+``graphs`` the one that replays CUDA graphs of Llama-like models, and the choice between them.
 """
 
 from __future__ import annotations
 
+import heapq
 import queue
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import Protocol
 
 import anyio
+import numpy as np
 import torch
-from attrs import define, evolve, field
+from attrs import define, evolve, field, frozen
 
 from areal_actors.domain import Chunk, EngineStatistics, FinishReason, PauseMode, Snapshot
 from areal_actors.errors import ArealError, EngineError, ModelError, UnsupportedParameter
+from areal_actors.generation.torch.attention import (
+    DecodeLayout,
+    KeyValues,
+    SharingPlan,
+    Span,
+    StepAttention,
+    plan_alone,
+    plan_sharing,
+)
 from areal_actors.generation.torch.config import TorchEngineConfig
-from areal_actors.generation.torch.forward import Forward, load_snapshot
-from areal_actors.generation.torch.runners import CreateRunner
-from areal_actors.generation.torch.sampler import RowSampling, sample
-from areal_actors.generation.torch.scheduler import Generation, Scheduler, Tokens
+from areal_actors.generation.torch.forward import FlatBatch, Forward, LlamaForward, load_snapshot
+from areal_actors.generation.torch.sampler import RowSampling, Sample, start_sampling
+from areal_actors.generation.torch.scheduler import Admission, Generation, Prefill, Scheduler, Tokens
 
 CPU_PREFILL_CHUNK = 512
 """Prompt tokens between two decode steps. Products of 512 columns run a tenth faster than those of 256."""
@@ -35,6 +49,7 @@ SECONDS_PER_STREAM = 2e-4
 MAX_DELAY_SECONDS = 0.06
 """Tokens are delivered at most once in this time per running generation, and in this time at all. A delivery costs the
 event loop some 30 µs for each stream, so that a token of each of 256 streams takes as long as computing it on a GPU."""
+
 
 SWITCH_SECONDS = 5e-4
 """How long another thread may keep the interpreter's lock from this one, on a GPU."""
@@ -80,6 +95,7 @@ class Worker:
         *,
         open_forward: Callable[[], Forward],
         create_runner: CreateRunner,
+        context_length: int,
         report: Callable[[Report], None],
         opened: Reply,
         version: int,
@@ -92,6 +108,7 @@ class Worker:
         self._config = config
         self._open_forward = open_forward
         self._create_runner = create_runner
+        self._context_length = context_length
         self._report = report
         self._opened = opened
         self._version = version
@@ -106,6 +123,7 @@ class Worker:
         # Generations with tokens to deliver, and when that is due.
         self._undelivered: dict[Generation, None] = {}
         self._due = 0.0
+        self._launched: Step | None = None
         self._pause: tuple[PauseMode, Reply] | None = None
         self._is_paused = False
         self._is_closing = False
@@ -121,8 +139,8 @@ class Worker:
             if self._config.prefill_chunk is None and self._device.type == "cuda":
                 self._scheduler.prefill_chunk = CUDA_PREFILL_CHUNK
             with torch.inference_mode(), _own_stream(self._device):
-                self._runner = self._create_runner(self._forward, self._config)
-                self._scheduler.can_cut = self._runner.can_cut
+                self._steps = self._create_runner(self._forward, self._config, context_length=self._context_length)
+                self._scheduler.can_cut = self._steps.can_cut
                 self._outgoing.replies.append(self._opened)
                 self._flush()
                 while not self._is_closing:
@@ -136,7 +154,7 @@ class Worker:
 
     def _turn(self) -> None:
         # Wait for the first command if there is no other work; then take all that are queued.
-        must_wait = not self._can_step() and self._pause is None
+        must_wait = not self._can_step() and self._pause is None and self._launched is None
         self.num_turns += 1
         self.is_idle = must_wait
         with suppress(queue.Empty):
@@ -149,6 +167,8 @@ class Worker:
             started = time.perf_counter()
             self._step()
             self._count(busy_seconds=time.perf_counter() - started)
+        else:
+            self._collect()
         self._settle_pause()
         self._flush()
 
@@ -206,7 +226,7 @@ class Worker:
             self._version = snapshot.version
             # Keys and values of the old weights are invalid: everything that runs is computed again.
             for each in self._scheduler.running:
-                self._runner.forget(each)
+                self._steps.forget(each)
             self._scheduler.forget_all()
         self._outgoing.replies.append(reply)
 
@@ -240,10 +260,13 @@ class Worker:
     # ---------------------------------------------------------------------------------------------- steps
 
     def _step(self) -> None:
-        """Compute the next token of all that decode, and a part of prompts."""
+        """Launch a step, then read the results of the one before it, or of the same one if nothing runs ahead."""
+        # The distribution of these rows depends on a token that is still on the device.
+        if self._launched is not None and any(g.needs_output for g in self._launched.order):
+            self._collect()
         admissions = self._scheduler.admit(may_start=self._may_start)
         for admission in admissions:
-            self._runner.admit(admission)
+            self._steps.admit(admission)
             generation = admission.generation
             # Counted once: a generation is admitted again after the weights changed.
             if not len(generation.output):
@@ -251,41 +274,55 @@ class Worker:
         prefills = self._scheduler.plan_prefills()
         # Generations whose next-token logits were cached sample in this step; they have no token to compute yet.
         ready = [a.generation for a in admissions if a.generation in self._scheduler.decoding]
-        decoding = [g for g in self._scheduler.decoding if g not in ready]
-        order: list[Generation] = []
-        parts: list[torch.Tensor] = []
-        if decoding or prefills:
-            computed, logits = self._runner.compute(decoding, prefills)
-            # Copies: a row would keep all others in memory.
-            prompts = iter([row.clone() for row in logits[len(decoding) :]])
+        decoding = [g for g in self._scheduler.decoding if g.length + g.ahead < g.limit]
+        if ready:
+            decoding = [g for g in decoding if g not in ready]
+        previous, self._launched = self._launched, None
+        if prefills or ready or decoding:
+            step = self._steps.launch(decoding, ready, prefills)
+            for generation in step.order:
+                generation.ahead += 1
+            prompt_logits = iter(step.prompt_logits)
             for prefill in prefills:
-                self._scheduler.complete_prefill(prefill, next(prompts) if prefill.is_last else None)
-            if computed:
-                order, parts = list(computed), [logits]
-        order += ready
-        parts += [g.slot.logits[None] for g in ready if g.slot is not None and g.slot.logits is not None]
-        if order:
-            self._sample(order, torch.cat(parts))
-
-    def _sample(self, generations: Sequence[Generation], logits: torch.Tensor) -> None:
-        """Sample a token of each generation from its row of ``logits`` [B, V]."""
-        rows = [RowSampling(g.sampling, g.uniform(), g.request.prompt, g.output, g.allowed) for g in generations]
-        draw, num_sampled = sample(logits, rows), 0
-        for generation, token_id, logprob, raw_logprob, top, is_finite in zip(
-            generations, draw.token_ids, draw.logprobs, draw.raw_logprobs, draw.top, draw.is_finite, strict=True
-        ):
-            if not is_finite:
-                self._fail(generation, self._explain(generation))
-                continue
-            num_sampled += 1
-            generation.append(token_id)
-            generation.outbox.add(token_id, logprob, raw_logprob, top)
-            if generation.finish is not None:
-                self._finish(generation, generation.finish)
-            elif generation.length == generation.num_prompt + 1:
-                self._deliver(generation)  # the first token at once
+                self._scheduler.complete_prefill(prefill, next(prompt_logits) if prefill.is_last else None)
+            if self._steps.is_ahead:
+                self._launched = step
             else:
-                self._undelivered[generation] = None
+                self._read(step)
+        if previous is not None:
+            self._read(previous)
+
+    def _collect(self) -> None:
+        """Read the results of the step that runs, if there is one."""
+        launched, self._launched = self._launched, None
+        if launched is not None:
+            self._read(launched)
+
+    def _read(self, step: Step) -> None:
+        generations = iter(step.order)
+        num_sampled = 0
+        for sample in step.samples:
+            draw = sample.read()
+            for token_id, logprob, raw_logprob, top, is_finite in zip(
+                draw.token_ids, draw.logprobs, draw.raw_logprobs, draw.top, draw.is_finite, strict=True
+            ):
+                generation = next(generations)
+                generation.ahead -= 1
+                if generation not in self._generations:
+                    # The request had ended before this token was sampled, or was aborted.
+                    continue
+                if not is_finite:
+                    self._fail(generation, self._explain(generation))
+                    continue
+                num_sampled += 1
+                generation.append(token_id)
+                generation.outbox.add(token_id, logprob, raw_logprob, top)
+                if generation.finish is not None:
+                    self._finish(generation, generation.finish)
+                elif generation.length == generation.num_prompt + 1:
+                    self._deliver(generation)  # the first token at once
+                else:
+                    self._undelivered[generation] = None
         self._count(sampled_tokens=num_sampled)
 
     def _explain(self, generation: Generation) -> ArealError:
@@ -315,7 +352,7 @@ class Worker:
         if generation not in self._generations:
             return False
         del self._generations[generation]
-        self._scheduler.release(generation, num_ready=self._runner.release(generation))
+        self._scheduler.release(generation, num_ready=self._steps.release(generation))
         return True
 
     # -------------------------------------------------------------------------------------------- reports
@@ -338,7 +375,8 @@ class Worker:
         self._outgoing.chunks.append((generation, chunk))
 
     def _deliver_all(self) -> None:
-        """Deliver all tokens that have been sampled."""
+        """Read the results of the step that runs, and deliver all tokens that have been sampled."""
+        self._collect()
         for generation in list(self._undelivered):
             self._deliver(generation)
 
@@ -380,3 +418,203 @@ def _own_stream(device: torch.device) -> Iterator[None]:
                 yield
         finally:
             sys.setswitchinterval(interval)
+
+
+# ----------------------------------------------------------------------------------------------------------- steps
+
+
+class Runner(Protocol):
+    """Computes steps. Only the engine's thread calls it.
+
+    ``is_ahead``: ``launch`` does not wait for the result, and the next step may be launched before it is known.
+    """
+
+    is_ahead: bool
+
+    @property
+    def can_cut(self) -> bool:
+        """Return whether a slot can be continued from any prefix of its tokens."""
+        ...
+
+    def admit(self, admission: Admission) -> None:
+        """Copy the cached prefix into the generation's slot."""
+        ...
+
+    def release(self, generation: Generation) -> int:
+        """Keep the keys and values of a generation that has ended, and return of how many tokens the slot has them."""
+        ...
+
+    def forget(self, generation: Generation) -> None:
+        """Discard the keys and values of a generation that is computed again."""
+        ...
+
+    def launch(self, decoding: Sequence[Generation], ready: Sequence[Generation], prefills: Sequence[Prefill]) -> Step:
+        """Start to compute a step.
+
+        It samples a token of each ``decoding`` generation, of ``ready`` ones, whose logits are in their slots, and of
+        those whose prompt is completed by ``prefills``, in an order that the runner chooses.
+        """
+        ...
+
+
+class CreateRunner(Protocol):
+    """Creates the runner of an engine, on the engine's thread."""
+
+    def __call__(self, forward: Forward, config: TorchEngineConfig, *, context_length: int) -> Runner:
+        """Return a runner of ``forward`` for sequences of up to ``context_length`` tokens."""
+        ...
+
+
+@frozen(eq=False)
+class Step:
+    """A step that has been launched.
+
+    ``samples`` hold the tokens of ``order``, one after the other; ``prompt_logits`` float32 [V] follow the last token
+    of each prompt that the step has completed.
+    """
+
+    order: Sequence[Generation]
+    samples: Sequence[Sample]
+    prompt_logits: Sequence[torch.Tensor]
+
+
+def create_rows(generations: Sequence[Generation], uniforms: Sequence[float]) -> list[RowSampling]:
+    """Return how to sample the next token of each generation. Its grammar's mask is computed here, on the CPU."""
+    return [
+        RowSampling(g.sampling, uniform, g.request.prompt, g.output, g.allowed)
+        for g, uniform in zip(generations, uniforms, strict=True)
+    ]
+
+
+def finish_step(
+    logits: torch.Tensor, order: Sequence[Generation], ready: Sequence[Generation], *, num_done: int
+) -> Step:
+    """Sample the tokens of ``order`` from ``logits`` [B, V], those of ``ready`` from the logits in their slots.
+
+    The last ``num_done`` rows of the logits follow a prompt.
+    """
+    stored = [g.slot.logits[None] for g in ready if g.slot is not None and g.slot.logits is not None]
+    # Copies: rows of ``logits`` would keep all of them.
+    prompt_logits = [row.clone() for row in logits[len(order) - num_done :]]
+    order = [*order, *ready]
+    if not order:
+        return Step((), (), ())
+    logits = torch.cat([logits, *stored] if len(stored) < len(order) else stored)
+    # Grammar masks are computed on the CPU while an accelerator still computes the logits.
+    return Step(
+        order, [start_sampling(logits, create_rows(order, [g.uniform() for g in order])).start_copy()], prompt_logits
+    )
+
+
+class StepRunner:
+    """Computes steps of the lean path, on any device. Only the engine's thread calls it.
+
+    ``is_padded`` selects how main parts are read (see ``StepAttention``); the default depends on the device.
+    """
+
+    is_ahead = False
+    can_cut = True
+
+    def __init__(self, forward: LlamaForward, config: TorchEngineConfig, *, is_padded: bool | None = None) -> None:
+        self._forward = forward
+        self._config = config
+        self._device = next(iter(forward.parameters.values())).device
+        self._is_padded = self._device.type != "cpu" if is_padded is None else is_padded
+        # A multiple of any vector width, so that no row is in a kernel's remainder loop, which may round differently.
+        self._num_fixed_rows = -(-config.max_concurrent // 64) * 64
+        self._kv = KeyValues()
+        self._free_tails = list(range(config.max_concurrent))
+        self._planned: tuple[Generation, ...] = ()
+        self._plan = SharingPlan((), ())
+
+    def admit(self, admission: Admission) -> None:
+        """Copy the cached prefix into the generation's slot."""
+        source, slot = admission.source, admission.slot
+        self._kv.reserve(slots=slot.index + 1, columns=admission.generation.base)
+        if source is not None and source is not slot and admission.num_cached:
+            self._kv.copy_prefix(source.index, slot.index, admission.num_cached)
+
+    def release(self, generation: Generation) -> int:
+        """Append the sampled tokens to the slot, free the tail row, and return how many tokens the slot now holds.
+
+        The last sampled token is not among them, because its keys and values were never computed.
+        """
+        slot = generation.slot
+        if slot is None:
+            return 0
+        if generation.tail_row < 0:
+            return min(slot.ready, generation.length)
+        num_tail = generation.length - 1 - generation.base
+        self._kv.append_tail(generation.tail_row, slot.index, at=generation.base, length=num_tail)
+        self.forget(generation)
+        return generation.base + num_tail
+
+    def forget(self, generation: Generation) -> None:
+        """Free the tail row without keeping its contents."""
+        if generation.tail_row >= 0:
+            heapq.heappush(self._free_tails, generation.tail_row)
+            generation.tail_row = -1
+            self._planned = ()
+
+    def launch(self, decoding: Sequence[Generation], ready: Sequence[Generation], prefills: Sequence[Prefill]) -> Step:
+        """Compute a step: see ``Runner.launch``. The order is decoding, completed prefills, then ready."""
+        # The sharing plan is computed again only when rows were added or removed.
+        if decoding and tuple(decoding) != self._planned:
+            self._planned = tuple(decoding)
+            mains = [g.tokens[: g.base] for g in decoding]
+            is_alone = self._config.deterministic or self._is_padded
+            self._plan = plan_alone(mains) if is_alone else plan_sharing(mains)
+        order = [self._planned[i] for i in self._plan.order] if decoding else []
+        groups = [(order, prefills)]
+        if self._config.deterministic:
+            # Separate batches: a row must not depend on the prompts in its batch.
+            groups = [(order, ()), ([], prefills)]
+        parts = [self._compute(rows, spans) for rows, spans in groups if rows or spans]
+        if not parts:
+            return finish_step(torch.empty(0), (), ready, num_done=0)
+        done = [p.generation for p in prefills if p.is_last]
+        return finish_step(torch.cat(parts), [*order, *done], ready, num_done=len(done))
+
+    def _compute(self, rows: Sequence[Generation], prefills: Sequence[Prefill]) -> torch.Tensor:
+        layout = self._lay_out(rows) if rows else None
+        num_rows = layout.num_rows if layout else 0
+        ids = np.zeros(num_rows + sum(p.stop - p.start for p in prefills), dtype=np.int64)
+        positions = np.zeros_like(ids)
+        for place, row in enumerate(rows):
+            ids[place], positions[place] = row.tokens[row.length - 1], row.length - 1
+        wanted, spans, offset = list(range(num_rows)), [], num_rows
+        for prefill in prefills:
+            end = offset + prefill.stop - prefill.start
+            ids[offset:end] = prefill.generation.tokens[prefill.start : prefill.stop]
+            positions[offset:end] = np.arange(prefill.start, prefill.stop)
+            assert prefill.generation.slot is not None
+            spans.append(Span(prefill.generation.slot.index, prefill.start, prefill.stop, offset))
+            if prefill.is_last:
+                wanted.append(end - 1)
+            offset = end
+        batch = FlatBatch(self._tensor(ids), self._tensor(positions), self._tensor(np.array(wanted, dtype=np.int64)))
+        attention = StepAttention(self._kv, layout, spans, is_padded=self._is_padded)
+        logits = self._forward.run(batch, attention)
+        # Rows are padded only if there are no spans.
+        return logits if num_rows == len(rows) else logits[: len(rows)]
+
+    def _lay_out(self, rows: Sequence[Generation]) -> DecodeLayout:
+        for row in rows:
+            if row.tail_row < 0:
+                row.tail_row = heapq.heappop(self._free_tails)
+        tails = np.array([row.tail_row for row in rows])
+        columns = np.array([row.length - 1 - row.base for row in rows])
+        self._kv.reserve_tail(rows=int(tails.max()) + 1, columns=int(columns.max()) + 1)
+        return DecodeLayout(
+            plan=self._plan,
+            slots=tuple(row.slot.index for row in rows if row.slot is not None),
+            tails=self._tensor(tails),
+            num_tails=int(tails.max()) + 1,
+            bases=self._tensor(np.array([row.base for row in rows])),
+            num_rows=self._num_fixed_rows if self._config.deterministic else len(rows),
+            is_alone=self._config.deterministic,
+            columns=self._tensor(columns),
+        )
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device, non_blocking=True)

@@ -48,7 +48,9 @@ class ChatDialect(Dialect):
     summary: ClassVar[str] = "OpenAI's chat completions; streamed as ChatCompletionChunk events"
     fields: ClassVar[FieldTable] = CHAT_FIELDS
 
-    parse = parse_chat_request
+    def parse(self, body: JsonObject, *, tag: str | None = None) -> Parsed:
+        """See ``Dialect.parse``."""
+        return parse_chat_request(self, body, tag=tag)
 
     def format_answers(self, parsed: Parsed, answers: Sequence[Answer]) -> dict[str, Any]:
         """Return a ``chat.completion`` object; see ``format_choices``."""

@@ -33,7 +33,7 @@ from areal_actors.proxy.dialects.base import (
     has_cut_call,
     is_cut,
 )
-from areal_actors.proxy.dialects.fields import FieldTable
+from areal_actors.proxy.dialects.fields import FieldTable, JsonObject
 from areal_actors.proxy.dialects.messages.request import (
     MESSAGES_FIELDS,
     format_input,
@@ -58,7 +58,9 @@ class MessagesDialect(Dialect):
     fields: ClassVar[FieldTable] = MESSAGES_FIELDS
     keep_alive: ClassVar[bytes] = PING
 
-    parse = parse_anthropic_request
+    def parse(self, body: JsonObject, *, tag: str | None = None) -> Parsed:
+        """See ``Dialect.parse``."""
+        return parse_anthropic_request(self, body, tag=tag)
 
     def format_answers(self, parsed: Parsed, answers: Sequence[Answer]) -> dict[str, Any]:
         """Return a ``message`` object of the one answer, whose id is that of the interaction."""

@@ -34,7 +34,7 @@ from areal_actors.proxy.dialects.base import (
     is_cut,
 )
 from areal_actors.proxy.dialects.client_tools import CallForm, read_freeform
-from areal_actors.proxy.dialects.fields import FieldTable
+from areal_actors.proxy.dialects.fields import FieldTable, JsonObject
 from areal_actors.proxy.dialects.responses.request import RESPONSES_FIELDS, format_item_id, parse_response_request
 from areal_actors.proxy.failures import Failure
 from areal_actors.proxy.sse import format_named_event
@@ -51,7 +51,9 @@ class ResponsesDialect(Dialect):
     summary: ClassVar[str] = "OpenAI's Responses; streamed as its events"
     fields: ClassVar[FieldTable] = RESPONSES_FIELDS
 
-    parse = parse_response_request
+    def parse(self, body: JsonObject, *, tag: str | None = None) -> Parsed:
+        """See ``Dialect.parse``."""
+        return parse_response_request(self, body, tag=tag)
 
     def format_answers(self, parsed: Parsed, answers: Sequence[Answer]) -> dict[str, Any]:
         """Return the ``response`` object of the one answer: the one at the end of a stream without deltas."""

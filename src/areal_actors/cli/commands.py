@@ -701,7 +701,8 @@ class _Commands(click.Group):
             names = [] if error.ctx is None else [parameter.name for parameter in error.ctx.command.params]
             if not error.possibilities and "overrides" in names:
                 setting = error.option_name.lstrip("-").replace("-", "_")
-                error.message += f" A setting is written without dashes: {setting}=VALUE."
+                advice = f"A setting is written without dashes: {setting}=VALUE."
+                raise click.UsageError(f"{error.format_message()} {advice}", error.ctx) from None
             raise
         except KeyboardInterrupt:
             click.echo("Interrupted.", err=True)

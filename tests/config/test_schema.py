@@ -280,6 +280,9 @@ def test_section_is_found_by_its_path():
     assert settings_class("rollout.agent") is settings_class("rollout.openai")
     with pytest.raises(ConfigError, match=r"trainer.optimiser is not a section; did you mean trainer.optimizer\?"):
         settings_class("trainer.optimiser")
+    for setting, section in (("trainer.layout", "trainer"), ("total_steps", "--all")):
+        with pytest.raises(ConfigError, match=f"{setting} is a setting, .*; areal-actors settings {section} explains"):
+            settings_class(setting)
 
 
 def test_workflow_may_be_a_command(write, tmp_path):

@@ -35,7 +35,7 @@ def data(problems: Problems) -> list[Any]:
 @pytest.mark.parametrize("settings", [{}, {"jsonl": "a.jsonl", "python": "a.py:f"}])
 def test_dataset_needs_exactly_one_source(settings: dict[str, Any]) -> None:
     """None and two are said as such."""
-    with pytest.raises(ValueError, match="name exactly one source of jsonl, huggingface, reasoning_gym, python"):
+    with pytest.raises(ValueError, match="must name exactly one source of jsonl, huggingface, reasoning_gym, python"):
         DatasetConfig(**settings)
 
 

@@ -132,6 +132,7 @@ def test_log_redacts_secrets(prefix, secret, process):
 def test_log_keeps_ordinary_text():
     """Long names, paths and URLs without a session stay readable."""
     text = "saved runs/smollm2/a-very-long-trial-name_with_words/weights at http://localhost:6006/ (see sk-learn)"
+    text += "; send the admin key as 'Authorization: Bearer <key>' or 'x-api-key'"
 
     assert text == redact(text)
 

@@ -133,20 +133,29 @@ def test_comparison_groups_seeds(tmp_path_factory: pytest.TempPathFactory, runs,
 
 
 def test_comparison_is_a_table_with_notes(tmp_path: Path):
-    """One row a group, of the rewards or the named metrics; runs that have not finished are named."""
+    """One row a group, of the rewards or the named metrics; runs that have not finished are named.
+
+    Long values keep their ends, in which files of one directory differ.
+    """
+    for name in ("soft", "hard"):
+        write_run(tmp_path / "long" / name, {"metrics": ["/a" * 40 + f"/mine.py:{name}"]}, [1.0])
+    long = format_comparison(compare_runs([tmp_path / "long"]))
     for name, rate, reward in (("a", 1e-3, 0.5), ("b", 1e-3, 0.7), ("c", 1e-2, 0.2)):
-        write_run(tmp_path / name, {"seed": ord(name), "rate": rate}, [reward], is_finished=name != "c")
-    shown = format_comparison(compare_runs([tmp_path]))
+        write_run(tmp_path / "rates" / name, {"seed": ord(name), "rate": rate}, [reward], is_finished=name != "c")
+    shown = format_comparison(compare_runs([tmp_path / "rates"]))
     for number in range(2):
-        write_run(tmp_path / f"other-{number}", {str(key): number for key in range(9)}, [number])
-    wide = format_comparison(compare_runs([tmp_path]))
+        write_run(tmp_path / "rates" / f"other-{number}", {str(key): number for key in range(9)}, [number])
+    wide = format_comparison(compare_runs([tmp_path / "rates"]))
     named = CliRunner().invoke(cli, ["compare", str(tmp_path), "--metric", "stepp"])
 
+    for line, name in zip(sorted(long.splitlines()[1:3]), ("hard", "soft"), strict=True):
+        shortened = line.split()[0]
+        assert (40, f"/mine.py:{name}']") == (len(shortened), shortened[-15:])
     head, first, second, _, note = shown.splitlines()
     assert ["rate", "runs", "steps", "reward"] == head.split()
     assert ["0.001", "2", "1", "0.6", "±", "1.3"] == first.split()
     assert ["0.01", "1", "1", "0.2"] == second.split()
     assert note.endswith("c is not finished: failed")
     assert "The groups differ in 10 settings; --json has them all." in wide
-    assert f"{tmp_path.name}/other-0" in wide
+    assert "rates/other-0" in wide
     assert "No run has the metric stepp; did you mean step?" in named.stderr

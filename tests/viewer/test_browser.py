@@ -154,6 +154,8 @@ def test_page_compares_many_runs(tmp_path: Path):
     for number in range(40):
         directory = write_run(tmp_path / "shown" / f"run{number}")
         config = f"seed: {number % 2}\nbatch_size: {number // 2 + 1}\n"
+        if number == 39:
+            config += "dataset: {size: 5}\neval_dataset: {size: 6}\ntrainer: {metrics: [/a/mine.py:lengths]}\n"
         directory.config.write_text(config)
         write_lines(directory.metrics, [step(at, eval_reward=number / 40) for at in range(1, 4)])
     with command("view", str(tmp_path)) as url, opened(url) as (tab, complaints):
@@ -164,7 +166,8 @@ def test_page_compares_many_runs(tmp_path: Path):
         tab.click("th >> text=held out")
         tab.click("th >> text=held out")
         expect(rows.first).to_contain_text("shown/run39")
-        expect(rows.first).to_contain_text("batch_size=20")
+        for setting in ("batch_size=20", " dataset.size=5", "eval_dataset.size=6", "metrics=[mine.py:lengths]"):
+            expect(rows.first).to_contain_text(setting)
         colors = tab.locator("#run-table .swatch").evaluate_all("all => all.map((one) => one.style.background)")
         assert 40 == len(set(colors))
         assert min_distance(colors) > 0.03

@@ -182,12 +182,16 @@ def test_verify_finds_removed_repeated_and_unsealed_rows(trained_run: Path):
     assert "cannot be read" in damaged[1]["differences"][0]["what"]
 
 
-def test_verify_names_directory_without_run(tmp_path: Path):
-    """The error names the directory."""
+@pytest.mark.parametrize(("is_run", "words"), [(False, "There is no run in"), (True, "has nothing to verify")])
+def test_verify_refuses_directory_without_rows(tmp_path: Path, *, is_run: bool, words: str):
+    """The error names the directory; nothing checked is not the same as no difference."""
+    if is_run:
+        RunDirectory(path=tmp_path).config.write_text("experiment_name: sums\n")
     result = CliRunner().invoke(cli, ["verify", str(tmp_path)])
 
     assert result.exit_code == 1
-    assert "There is no run" in result.output
+    assert words in result.output
+    assert str(tmp_path) in result.output
 
 
 # ------------------------------------------------------------------------------------------------------- journal

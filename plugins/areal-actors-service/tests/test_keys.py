@@ -46,6 +46,8 @@ def test_keys_command_creates_lists_and_revokes_in_a_file(tmp_path):
         (("create", "a\nb"), "control characters"),
         (("create", "ada", "--expires", "tomorrow"), "expires_at must be a time"),
         (("create", "ada", "--expires", "1999-01-01"), "expired already"),
+        (("create", "ada", "--experiment", "../ada"), "experiment must be letters, digits, dots, dashes"),
+        (("create", "ada", "--experiment", "sums", "--trial", "first/second"), "trial must be letters, digits"),
         (("list", "--url", "http://127.0.0.1:9"), "AREAL_ADMIN_KEY"),
         (("list", "--url", "http://127.0.0.1:9", "--admin-key", "sk-admin-x"), "does not answer"),
     ],

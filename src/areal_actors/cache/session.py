@@ -366,7 +366,10 @@ def _opens_all(session: Session, digest: bytes) -> bool:
 
 def _required(owner: Session | None) -> Session:
     if owner is None:
-        raise Unauthorized("No session was started with this key; pass the api_key that start_session returned.")
+        raise Unauthorized(
+            "No session was started with this key; pass the api_key that start_session returned. The admin key starts "
+            "sessions and belongs to none."
+        )
     return owner
 
 

@@ -697,6 +697,13 @@ class _Commands(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except click.NoSuchOption as error:
+            names = [] if error.ctx is None else [parameter.name for parameter in error.ctx.command.params]
+            if not error.possibilities and "overrides" in names:
+                setting = error.option_name.lstrip("-").replace("-", "_")
+                advice = f"A setting is written without dashes: {setting}=VALUE."
+                raise click.UsageError(f"{error.format_message()} {advice}", error.ctx) from None
+            raise
         except KeyboardInterrupt:
             click.echo("Interrupted.", err=True)
             raise click.exceptions.Exit(EXIT_INTERRUPTED) from None

@@ -89,11 +89,14 @@ def read_document(path: Path) -> Document:
     """Read a YAML file. Raises ``ConfigError`` naming the file, and the line and column if known."""
     try:
         text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        # The other files in the directory, as advice for a mistyped name.
-        near = sorted(other.name for other in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
-        advice = f"{path.parent} has {', '.join(near[:8])}." if near else "check the path."
-        raise ConfigError(f"There is no file {path}; {advice}") from None
+    except (FileNotFoundError, IsADirectoryError) as error:
+        # The files in the directory, as advice for a mistyped name or a directory such as init writes.
+        is_directory = isinstance(error, IsADirectoryError)
+        directory = path if is_directory else path.parent
+        near = sorted(other.name for other in directory.glob("*.y*ml")) if directory.is_dir() else []
+        advice = f"{directory} has {', '.join(near[:8])}." if near else "check the path."
+        what = f"{path} is a directory" if is_directory else f"There is no file {path}"
+        raise ConfigError(f"{what}; {advice}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text ({error.reason}, byte {error.start}); save it as UTF-8") from error
     except OSError as error:

@@ -201,9 +201,13 @@ def settings_class(path: str = "") -> type:
     """Return the class of the section at the dotted ``path``; an empty one is the whole. Raises ``ConfigError``."""
     if not path:
         return RunConfig
-    sections = {name: found[0] for name, kind in paths_of(RunConfig).items() if (found := sections_of(kind))}
+    known = paths_of(RunConfig)
+    sections = {name: found[0] for name, kind in known.items() if (found := sections_of(kind))}
     proper = format_path(_rename(tuple(path.split(".")), _ALIASES))
     if proper not in sections:
+        if proper in known:
+            section = proper.rpartition(".")[0] or "--all"
+            raise ConfigError(f"{path} is a setting, and not a section; areal-actors settings {section} explains it")
         close = nearest(path, list(sections))
         advice = f"did you mean {close}?" if close else f"there are {', '.join(sections)}"
         raise ConfigError(f"{path} is not a section; {advice}")

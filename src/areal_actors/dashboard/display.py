@@ -84,7 +84,8 @@ class PlainDisplay(Listener):
     def open(self) -> None:
         """Print the title and the number of steps."""
         self._state = evolve(self._state, started_at=self._clock())
-        self._print(f"{self._state.title}: {self._state.total_steps} steps")
+        steps = self._state.total_steps
+        self._print(f"{self._state.title}: {steps} step{'s' if steps != 1 else ''}")
         if self._state.page is not None:
             self._print(f"watch it at {self._state.page}")
 

@@ -102,7 +102,7 @@ class DatasetConfig:
         if len(named) != 1:
             found = f"it names {' and '.join(named)}" if named else "it names none"
             kinds = ", ".join((*_KINDS, *plugin_names(PluginGroup.DATASETS)))
-            raise ValueError(f"name exactly one source of {kinds}; {found}")
+            raise ValueError(f"must name exactly one source of {kinds}; {found}")
 
     @property
     def source(self) -> str:

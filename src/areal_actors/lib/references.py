@@ -86,7 +86,10 @@ def import_reference(
 def _import_file(name: str, directory: Path | None, error: type[ArealError]) -> ModuleType:
     path = (directory or Path.cwd()).joinpath(name).resolve()
     if not path.is_file():
-        raise error(f"There is no file {path}; paths in a configuration are relative to its file.")
+        raise error(
+            f"There is no file {path}; paths in a configuration are relative to its file, those on the command line to "
+            "the working directory."
+        )
     # The name depends on the whole path: two agent.py in two directories are two modules, and pickle finds both.
     module_name = f"areal_workflow_{path.stem}_{blake2b(str(path).encode(), digest_size=6).hexdigest()}"
     if module_name in sys.modules:

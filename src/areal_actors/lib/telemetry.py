@@ -73,7 +73,7 @@ _PROCESS = r"(?:\.\d{1,3})?"
 _SESSION_TOKEN = re.compile(rf"{_TOKEN}(?={_PROCESS}$)")
 _PATTERNS = (
     re.compile(rf"(?<=sk-)()({_TOKEN}[A-Za-z0-9_-]*)"),
-    re.compile(r"(?i)(?<=bearer )()(\S{5,})"),
+    re.compile(r"(?i)(?<=bearer )()((?!<)\S{5,})"),  # messages write <key> for a key
     re.compile(rf"(?<=://)([^/\s]+/(?:[A-Za-z0-9._-]*-)?)({_TOKEN})(?={_PROCESS}(?:/(?:v1|rl)\b|[\s'\")]|$))"),
     re.compile(rf"(?i)(?<=\bsession )([A-Za-z0-9._-]*?)({_TOKEN})(?![A-Za-z0-9_-])"),
 )

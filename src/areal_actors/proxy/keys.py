@@ -9,7 +9,7 @@ from typing import Any
 
 from attrs import frozen
 
-from areal_actors.domain import IssuedKey, KeyId, Quotas
+from areal_actors.domain import IssuedKey, KeyId, Quotas, is_model_identifier
 from areal_actors.errors import InvalidRequest, NotFound
 from areal_actors.kernel import Ref
 from areal_actors.messages import Accounts, CreateKey, ListKeys, RevokeKey
@@ -75,11 +75,19 @@ def parse_key_request(body: Mapping[str, Any]) -> CreateKey:
         raise InvalidRequest("user is missing; name whose key this is.", param="user")
     return CreateKey(
         user=user,
-        experiment=read(body, "experiment", TEXT),
-        trial=read(body, "trial", TEXT),
+        experiment=_read_directory(body, "experiment"),
+        trial=_read_directory(body, "trial"),
         quotas=Quotas(**{name: read(body, name, _LIMIT) for name in _LIMITS}),
         expires_at=_read_time(body, "expires_at"),
     )
+
+
+def _read_directory(body: Mapping[str, Any], name: str) -> str | None:
+    """Return half of a model's name. Refused here, a bad one is the operator's mistake and not the user's."""
+    value = read(body, name, TEXT)
+    if value is not None and not is_model_identifier(f"{value}/{value}"):
+        raise wrong(name, "letters, digits, dots, dashes and underscores, and begin with a letter or digit", value)
+    return value
 
 
 def _read_time(body: Mapping[str, Any], name: str) -> float | None:

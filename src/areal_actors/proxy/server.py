@@ -74,7 +74,7 @@ def listen(host: str, port: int, *, prefix: str) -> socket.socket:
     except OSError as error:
         place = f"{host}:{port}"
         if error.errno == errno.EADDRINUSE:
-            hint = f"{place} is in use; stop who listens there, choose another port, or 0 for any free one"
+            hint = f"{place} is in use; stop the process that listens there, choose another port, or 0 for any free one"
             raise ConfigError(f"{prefix}port: {hint}") from error
         if error.errno == errno.EACCES:
             hint = f"this user may not listen on {place}; choose a port above 1023"

@@ -126,7 +126,7 @@ def format_comparison(comparison: Comparison, metrics: Sequence[str] = ()) -> st
     for group in comparison.groups:
         least, most = group.steps
         values = group.runs[:1] if is_wide else group.settings.values()
-        chosen = ("null" if value is None else str(value)[:_MAX_SHOWN] for value in values)
+        chosen = (_shorten(value) for value in values)
         steps = str(most) if least == most else f"{least}-{most}"
         lines.append([*chosen, str(len(group.runs)), steps, *(_format(group.metrics.get(name)) for name in shown)])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -137,6 +137,12 @@ def format_comparison(comparison: Comparison, metrics: Sequence[str] = ()) -> st
         table.append(f"The groups differ in {len(settings)} settings; --json has them all.")
     table += [f"{name} is not finished: {status}" for name, status in comparison.unfinished.items()]
     return "\n".join(table)
+
+
+def _shorten(value: Any) -> str:
+    """Return a setting as text; a long one, such as a path, differs at its end."""
+    text = "null" if value is None else str(value)
+    return text if len(text) <= _MAX_SHOWN else f"…{text[1 - _MAX_SHOWN :]}"
 
 
 def _format(estimate: Estimate | None) -> str:

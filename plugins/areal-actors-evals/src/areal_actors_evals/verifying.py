@@ -28,7 +28,7 @@ from areal_actors.domain import (
     digest_tokens,
     is_turn_digest,
 )
-from areal_actors.errors import ConfigError, ExportError, ProtocolError
+from areal_actors.errors import ConfigError, ExportError, ProtocolError, RunDirectoryError
 from areal_actors.interchange import (
     INSTALL_PARQUET,
     DumpedRow,
@@ -104,7 +104,7 @@ def verify_run(path: Path) -> Verification:
     """Check the dumps and the journal of the run in ``path``. Nothing is written.
 
     Raises:
-        RunDirectoryError: ``path`` holds no run.
+        RunDirectoryError: ``path`` holds no run, or one with neither rows nor a journal.
         ConfigError: there are dumps, and pyarrow is not installed.
         OSError: a file cannot be read.
     """
@@ -124,6 +124,11 @@ def verify_run(path: Path) -> Verification:
             if all(turn.parent is None or turn.parent in known for turn in known.values())
         }
     dumps = find_dumps(directory.rows)
+    if not dumps and not directory.journal.exists():
+        raise RunDirectoryError(
+            f"The run in {path} has nothing to verify: it needs rows, which logging.row_dumps.every_steps=1 writes "
+            "during training, or the journal of a service."
+        )
     if dumps and not has_parquet():
         raise ConfigError(f"Rows are stored as parquet, which needs pyarrow: {INSTALL_PARQUET}")
     try:

@@ -54,11 +54,25 @@ export const formatValue = (value) =>
     : typeof value === "object"
       ? JSON.stringify(value)
       : String(typeof value === "number" ? Number(value.toPrecision(8)) : value);
-const shortName = (path) => path.split(".").at(-1);
+/** The last parts of a path, as many as tell it from the other paths: "size" may be of two datasets. */
+const shortName = (path, paths) => {
+  const parts = path.split(".");
+  const lengths = parts.map((_, index) => index + 1);
+  const isUnique = (length) => paths.every((other) => other === path || !endsWith(other, parts.slice(-length)));
+  return parts.slice(-(lengths.find(isUnique) ?? parts.length)).join(".");
+};
+const endsWith = (path, parts) => `.${path}`.endsWith(`.${parts.join(".")}`);
+/** A value without the directories of its files. */
+const shortValue = (value) =>
+  Array.isArray(value)
+    ? `[${value.map(shortValue).join(", ")}]`
+    : typeof value === "string"
+      ? value.split("/").at(-1)
+      : formatValue(value);
 const formatSettings = (run, paths = differing) =>
   paths
     .filter((path) => path in (run.settings ?? {}))
-    .map((path) => `${shortName(path)}=${formatValue(run.settings[path]).split("/").at(-1)}`)
+    .map((path) => `${shortName(path, paths)}=${shortValue(run.settings[path])}`)
     .join(", ");
 
 /** Runs that differ in nothing but the seed, by what they have in common. */

@@ -126,7 +126,7 @@ def describe_service(endpoint: Endpoint, directory: RunDirectory) -> str:
     """Return instructions for using a service. They contain no key: the shell command reads it from the file."""
     return (
         f"Listening at {endpoint.url}; the admin key is in {directory.admin_key}.\n"
-        f"For an agent:\n  {_format_export(endpoint, directory)}"
+        f"For a program that opens sessions:\n  {_format_export(endpoint, directory)}"
     )
 
 

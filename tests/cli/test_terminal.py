@@ -98,6 +98,6 @@ def test_try_prints_groups_as_they_end_and_what_there_is_after_ctrl_c(tmp_path: 
 
     assert "=== failed 2 times: Agent.run raised ValueError: seen {'hangs': False}" in text
     # The path may be longer than a line of the terminal.
-    assert 'agent.py", line 7, in run' in text.replace("\n", "")
+    assert 'agent.py", line 7, in run' in " ".join(text.split())
     assert "Interrupted: the rest was not run." in text
     assert "2 of 2 episodes failed" in text

@@ -164,7 +164,8 @@ class RichDisplay(Listener):
             self._console.print(failure, markup=False, highlight=False)
         if isinstance(news, ServiceOpened):
             # Above the panel, whose lines are cut at its width: this one can be copied.
-            self._console.print(f"For a program that opens sessions:\n  {news.export}", markup=False, highlight=False, soft_wrap=True)
+            line = f"For a program that opens sessions:\n  {news.export}"
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         """Draw the last frame and leave it on the screen."""

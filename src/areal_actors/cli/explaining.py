@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 import click
 
-from areal_actors.errors import ArealError, ConfigError, CustomFunctionError, DatasetError, ModelError, WorkflowError
+from areal_actors.errors import ArealError, ConfigError, DatasetError, ModelError, WorkflowError
 
 
 class ResumeMode(StrEnum):
@@ -62,8 +62,8 @@ verbose_option = click.option("--verbose", is_flag=True, help="Log details, and 
 EXIT_FAILED = 1
 EXIT_WRONG = 2
 EXIT_INTERRUPTED = 130
-_WRONG = (ConfigError, ModelError, DatasetError, WorkflowError, CustomFunctionError)
-"""Errors that the user can correct in the configuration or its functions."""
+_WRONG = (ConfigError, ModelError, DatasetError, WorkflowError)
+"""Errors that the user can correct in the configuration."""
 
 
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)

@@ -15,9 +15,8 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
-import orjson
-
 from areal_actors.lib.atomic_write import atomic_path
+from areal_actors.lib.exact_json import load_json
 
 
 class RecordFile:
@@ -117,12 +116,12 @@ def parse_records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     """Yield the records of lines, without those that are damaged or still growing."""
     for line in lines:
         try:
-            record = orjson.loads(line)
-        except ValueError:
-            # orjson is four times as fast, but refuses nan and lone surrogates, which our files may have as escapes.
+            record = load_json(line)
+        except (ValueError, RecursionError):
+            # It is four times as fast, but refuses nan and lone surrogates, which our files may have as escapes.
             try:
                 record = json.loads(line.decode(errors="replace"))
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
         if isinstance(record, dict):
             yield record

@@ -76,7 +76,7 @@ class TriedFunction:
 def try_functions(config: RunConfig) -> tuple[TriedFunction, ...]:
     """Import each custom function of ``config`` and try it on examples. Blocks for less than a second per function.
 
-    Raises ``CustomFunctionError`` naming the setting, the function and the value that it returned.
+    Raises ``ConfigError`` naming the setting, the function and the value that it returned.
     """
     # Imported here: it needs numpy, and torch once a policy loss is tried.
     from areal_actors.training import custom
@@ -112,11 +112,11 @@ def try_functions(config: RunConfig) -> tuple[TriedFunction, ...]:
 
 @contextmanager
 def _naming(setting: str) -> Iterator[None]:
-    """Name ``setting`` in the error of its function."""
+    """Name ``setting`` in the error of its function, which is one of the configuration: no restart helps."""
     try:
         yield
     except CustomFunctionError as error:
-        raise CustomFunctionError(f"{setting}: {error}") from error
+        raise ConfigError(f"{setting}: {error}") from error
 
 
 def log_functions(tried: tuple[TriedFunction, ...]) -> None:

@@ -39,6 +39,7 @@ from areal_actors.generation.torch.config import TorchEngineConfig
 from areal_actors.generation.torch.forward import FlatBatch, Forward, LlamaForward, load_snapshot
 from areal_actors.generation.torch.sampler import RowSampling, Sample, start_sampling
 from areal_actors.generation.torch.scheduler import Admission, Generation, Prefill, Scheduler, Tokens
+from areal_actors.lib.openmp import settle_team
 
 CPU_PREFILL_CHUNK = 512
 """Prompt tokens between two decode steps. Products of 512 columns run a tenth faster than those of 256."""
@@ -157,6 +158,9 @@ class Worker:
         must_wait = not self._can_step() and self._pause is None and self._launched is None
         self.num_turns += 1
         self.is_idle = must_wait
+        if must_wait and self._commands.empty():
+            # A trainer in this process computes now; its team spins only if this one is gone (see ``lib.openmp``).
+            settle_team()
         with suppress(queue.Empty):
             while True:
                 command = self._commands.get(block=must_wait)

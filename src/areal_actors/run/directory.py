@@ -23,7 +23,7 @@ import yaml
 from areal_actors import __version__
 from areal_actors.config import RunConfig, save_config
 from areal_actors.dashboard import RunDirectory, require_trackers
-from areal_actors.dashboard.run_record import read_record
+from areal_actors.dashboard.run_record import RunRecord, read_record
 from areal_actors.dashboard.trackers import flatten_settings
 from areal_actors.errors import (
     CheckpointError,
@@ -195,8 +195,9 @@ def _resumed_settings(config: RunConfig, directory: RunDirectory) -> Iterator[No
     """
     if not directory.has_run:
         raise ConfigError(f"There is no run in {directory.path} to resume; leave --resume out, or check --run-dir.")
-    if (record := read_record(directory)) is not None and record.library_version != __version__:
-        _log.warning("resumed_with_another_version", before=record.library_version, now=__version__)
+    match read_record(directory):
+        case RunRecord(library_version=earlier_version) if earlier_version != __version__:
+            _log.warning("resumed_with_another_version", before=earlier_version, now=__version__)
     before = directory.config.read_text(encoding="utf-8") if directory.config.is_file() else None
     begun_at = _written_at(directory.metrics)
     directory.path.mkdir(parents=True, exist_ok=True)
